@@ -3,12 +3,23 @@
 Owns: the sections and options of the TOML file and of the command line, their checks, and the
 resolved form that is written into the run folder. Does not own: what they do.
 Importable without torch.
+
+Relative paths in options (`model.name`, `task.path`, `reward.function`, `run.dir`) are relative to
+the current directory, not to the TOML file.
 """
 
 from __future__ import annotations
 
+import difflib
+import math
+import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import tomli_w
 
 
 def _option(default: Any, help: str) -> Any:
@@ -48,8 +59,8 @@ class TaskConfig:
 class RewardConfig:
     function: str = _option(
         "",
-        "last_number, exact_match, math_verify, reasoning_gym, module:function or file.py:function; "
-        "empty: the task's own",
+        "last_number, exact_match, math_verify, reasoning_gym, module:function or "
+        "file.py:function; empty: the task's own",
     )
     timeout_s: float = _option(10.0, "a call that takes longer is killed, its samples are failed")
     workers: int = _option(1, "reward processes; each judges one group at a time")
@@ -106,7 +117,9 @@ class TrainConfig:
         "before the update, times an importance weight capped at importance_cap",
     )
     importance_cap: float = _option(2.0, "cap of the truncated importance weight")
-    kl_coef: float = _option(0.0, "weight of the KL term (k3) to the reference model; 0: none loaded")
+    kl_coef: float = _option(
+        0.0, "weight of the KL term (k3) to the reference model; 0: none loaded"
+    )
     micro_batch_tokens: int = _option(2048, "most token rows in one forward and backward pass")
 
 
@@ -140,3 +153,238 @@ class Config:
 
 
 SECTIONS = tuple(f.name for f in fields(Config))
+
+
+# ---------------------------------------------------------------- what options there are
+
+
+class Option(NamedTuple):
+    """One option: `kind` is int, float, bool, str, dict, or the tuple of words it chooses from."""
+
+    name: str  # section.option
+    kind: Any
+    default: Any
+    help: str
+
+
+def _list_options() -> dict[str, Option]:
+    options = {}
+    for section, values in vars(Config()).items():
+        hints = get_type_hints(type(values))
+        for f in fields(values):
+            hint = hints[f.name]
+            choices = get_args(hint) if get_origin(hint) is Literal else ()
+            name = f"{section}.{f.name}"
+            kind = choices or get_origin(hint) or hint
+            options[name] = Option(name, kind, getattr(values, f.name), f.metadata["help"])
+    return options
+
+
+OPTIONS: dict[str, Option] = _list_options()
+
+
+def nearest(word: str, words: Sequence[str]) -> str:
+    """The text `; did you mean WORD?` with the most similar of `words`; empty when none is."""
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def not_an_option(name: str) -> ValueError:
+    """The error for an option name that does not exist, with the nearest that does."""
+    option = name.rpartition(".")[2]
+    namesakes = [known for known in OPTIONS if known.rpartition(".")[2] == option]
+    by_option = {known.rpartition(".")[2]: known for known in OPTIONS}
+    hint = f"; did you mean {namesakes[0]}?" if namesakes else nearest(name, list(OPTIONS))
+    if not hint and (close := difflib.get_close_matches(option, list(by_option), n=1)):
+        hint = f"; did you mean {by_option[close[0]]}?"
+    return ValueError(f"{name} is not an option{hint or '; twofold train --help lists them'}")
+
+
+# ---------------------------------------------------------------- reading and writing
+
+
+def load_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> Config:
+    """The checked options of a TOML file, changed by overrides as they stand on a command line:
+    `--section.option value` or `--section.option=value`; the last one wins. None: the defaults.
+
+    Raises ValueError, in one line, for anything that is wrong in either.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text("utf-8"))
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        except ValueError as error:  # not TOML, not UTF-8
+            raise ValueError(f"{path} is not a TOML file: {error}") from None
+    config = from_dict(values)
+    for name, text in _split(overrides):
+        section, _, option = name.partition(".")
+        setattr(getattr(config, section), option, _parse(OPTIONS[name], text))
+    check(config)
+    return config
+
+
+def load_run_config(run_dir: str | os.PathLike[str]) -> Config:
+    """The options a run was started with, out of its folder. Raises ValueError if it is none."""
+    path = Path(run_dir) / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{run_dir} is not a run folder: it has no config.toml")
+    return load_config(path)
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """Options from {section: {option: value}}; what is left out keeps its default. Names and types
+    are checked here, ranges by `check`. Raises ValueError."""
+    config = Config()
+    for section, options in values.items():
+        if section not in SECTIONS:
+            hint = nearest(section, SECTIONS) or f"; there are {', '.join(SECTIONS)}"
+            raise ValueError(f"{section} is not a section of options{hint}")
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{section} = {options!r} is not a section with options")
+        for option, value in options.items():
+            name = f"{section}.{option}"
+            if name not in OPTIONS:
+                raise not_an_option(name)
+            setattr(getattr(config, section), option, _accept(OPTIONS[name], value))
+    return config
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Every option, as {section: {option: value}}; `from_dict` takes it back."""
+    return {section: dict(vars(getattr(config, section))) for section in SECTIONS}
+
+
+def to_toml(config: Config) -> str:
+    """Every option, as the TOML text that `load_config` reads."""
+    return tomli_w.dumps(to_dict(config))
+
+
+def _split(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    """["--train.steps", "3", "--run.name=x"] -> [("train.steps", "3"), ("run.name", "x")]"""
+    pairs = []
+    words = iter(overrides)
+    for word in words:
+        if not word.startswith("--"):
+            raise ValueError(f"{word!r} is not an option; options look like --section.option value")
+        name, equals, text = word.removeprefix("--").partition("=")
+        if name not in OPTIONS:
+            raise not_an_option(name)
+        if not equals:
+            text = next(words, "--")
+            if text.startswith("--"):
+                raise ValueError(f"{name} needs a value, for example --{word[2:]} VALUE")
+        pairs.append((name, text))
+    return pairs
+
+
+_KIND_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a table, for example {min_terms = 2}",
+}
+
+
+def _wrong(option: Option, value: object) -> ValueError:
+    if isinstance(option.kind, tuple):
+        hint = nearest(str(value), option.kind)
+        return ValueError(f"{option.name} = {value!r} is not one of {', '.join(option.kind)}{hint}")
+    return ValueError(f"{option.name} = {value!r} is not {_KIND_NAMES[option.kind]}")
+
+
+def _accept(option: Option, value: Any) -> Any:
+    """A value that already has a type, from TOML or Python."""
+    kind = option.kind
+    if isinstance(kind, tuple):
+        if value not in kind:
+            raise _wrong(option, value)
+        return value
+    is_bool = isinstance(value, bool)
+    if kind is float and isinstance(value, int | float) and not is_bool and math.isfinite(value):
+        return float(value)
+    if kind is float or not isinstance(value, kind) or (is_bool and kind is not bool):
+        raise _wrong(option, value)
+    return value
+
+
+def _parse(option: Option, text: str) -> Any:
+    """A value that is text, from the command line."""
+    if option.kind is str or isinstance(option.kind, tuple):
+        return _accept(option, text)
+    try:
+        if option.kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if option.kind is dict:
+            return _accept(option, tomllib.loads(f"value = {text}")["value"])
+        return _accept(option, option.kind(text))
+    except (KeyError, ValueError):
+        raise _wrong(option, text) from None
+
+
+# ---------------------------------------------------------------- ranges
+
+_AT_LEAST = {
+    "task.size": 1, "task.held_out": 0, "task.seed": 0, "reward.workers": 1,
+    "rollout.max_new_tokens": 1, "rollout.top_k": 0, "rollout.max_running_samples": 1,
+    "rollout.quantum_decode_steps": 1, "rollout.kv_cache_tokens": 0, "rollout.kv_block_tokens": 1,
+    "sched.max_staleness": 0, "sched.groups_per_step": 1, "sched.max_drops_per_step": 0,
+    "train.steps": 1, "train.learning_rate": 0, "train.warmup_steps": 0, "train.weight_decay": 0,
+    "train.max_grad_norm": 0, "train.clip_high": 0, "train.kl_coef": 0,
+    "train.micro_batch_tokens": 1, "run.seed": 0, "run.threads": 0, "run.checkpoint_every": 0,
+    "run.keep_checkpoints": 1, "run.eval_every": 0, "run.eval_samples": 0,
+}  # fmt: skip
+_DEVICES = ("auto", "cpu", "cuda", "npu", "xpu")
+_RULES: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
+    ("model.name", lambda c: c.model.name != "", "name a model or a folder"),
+    ("reward.timeout_s", lambda c: c.reward.timeout_s > 0, "give seconds above 0"),
+    (
+        "rollout.group_size",
+        lambda c: c.rollout.group_size >= 2,
+        "GRPO compares the completions of a prompt; give 2 or more",
+    ),
+    (
+        "rollout.temperature",
+        lambda c: c.rollout.temperature > 0,
+        "temperature 0 makes all completions of a prompt alike, training needs more than 0",
+    ),
+    ("rollout.top_p", lambda c: 0 < c.rollout.top_p <= 1, "give more than 0, at most 1 (1: off)"),
+    ("rollout.min_p", lambda c: 0 <= c.rollout.min_p < 1, "give 0 (off) or more, less than 1"),
+    (
+        "rollout.kv_cache_tokens",
+        lambda c: not 0 < c.rollout.kv_cache_tokens <= c.rollout.max_new_tokens,
+        "a prompt and rollout.max_new_tokens must fit; give more, or 0 for enough",
+    ),
+    ("train.beta1", lambda c: 0 <= c.train.beta1 < 1, "give 0 or more, less than 1"),
+    ("train.beta2", lambda c: 0 <= c.train.beta2 < 1, "give 0 or more, less than 1"),
+    ("train.adam_eps", lambda c: c.train.adam_eps > 0, "give more than 0"),
+    ("train.clip_low", lambda c: 0 <= c.train.clip_low <= 1, "give 0 to 1"),
+    ("train.importance_cap", lambda c: c.train.importance_cap > 0, "give more than 0"),
+    ("run.device", lambda c: c.run.device in _DEVICES, f"give one of {', '.join(_DEVICES)}"),
+    (
+        "run.name",
+        lambda c: c.run.name != "" and "/" not in c.run.name,
+        "it names a folder below runs/; a path goes into run.dir",
+    ),
+)
+
+
+def check(config: Config) -> None:
+    """Raises ValueError for the first option of a wrong type, outside its range, or at odds with
+    another: one line with the option, its value and what to do. What only the data, the reward or
+    the model can tell is checked where they are loaded."""
+    values = {
+        f"{section}.{option}": value
+        for section, options in to_dict(config).items()
+        for option, value in options.items()
+    }
+    for name, value in values.items():
+        _accept(OPTIONS[name], value)
+    for name, least in _AT_LEAST.items():
+        if values[name] < least:
+            raise ValueError(f"{name} = {values[name]!r} is refused: give {least} or more")
+    for name, holds, remedy in _RULES:
+        if not holds(config):
+            raise ValueError(f"{name} = {values[name]!r} is refused: {remedy}")

@@ -41,7 +41,7 @@ class Finished(NamedTuple):
     """A sample that reached its end in this quantum."""
 
     group_id: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index is not used
     n_tokens: int
 
 

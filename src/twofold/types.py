@@ -31,7 +31,7 @@ class SampleId(NamedTuple):
     """A completion: the `index`-th of its group. Group id = ordinal in data order."""
 
     group_id: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index is not used
 
 
 @dataclass(frozen=True)

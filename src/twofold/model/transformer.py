@@ -1,0 +1,145 @@
+"""The decoder: one definition for prefill, decode and training.
+
+Owns: the parameters and the forward pass over ragged rows. Does not own: which keys a row sees
+(`attention.Rows`), the output projection's use (`step.logprob`), files (`weights`).
+
+The numbers follow Hugging Face's Llama: norms in fp32, rounded to the model dtype before the gain;
+rotary angles in fp32. Rotation is done in fp32 and rounded once. A row's result depends on the
+other rows of the call only as far as F.linear's does.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twofold.model.attention import Rows, attend
+from twofold.model.spec import ModelSpec
+
+
+class LayerCaches(Protocol):
+    """What the forward pass needs of a cache: keys[layer] and values[layer] are tensors
+    [n_slots, kv_heads, head_size] in the model dtype."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Layer(nn.Module):
+    """Parameters of one decoder layer. Projections that read the same rows are stored fused (one
+    matmul instead of two or three): `qkv` = queries, keys, values; `gate_up` = gate, up."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str):
+        super().__init__()
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
+        self.attention_norm = weight(spec.width)
+        self.qkv = weight(spec.qkv_width, spec.width)
+        self.out = weight(spec.width, spec.n_heads * spec.head_size)
+        self.ff_norm = weight(spec.width)
+        self.gate_up = weight(2 * spec.ff_width, spec.width)
+        self.down = weight(spec.width, spec.ff_width)
+
+
+class Transformer(nn.Module):
+    """Uninitialised until `weights.load_model` or `load_state_dict` fills it."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu"):
+        super().__init__()
+        self.spec = spec
+        table = (spec.vocab_size, spec.width)
+        self.embedding = nn.Parameter(torch.empty(table, dtype=dtype, device=device))
+        self.layers = nn.ModuleList(Layer(spec, dtype, device) for _ in range(spec.n_layers))
+        self.final_norm = nn.Parameter(torch.empty(spec.width, dtype=dtype, device=device))
+        self.head: nn.Parameter | None = None
+        if not spec.tied_embeddings:
+            self.head = nn.Parameter(torch.empty(table, dtype=dtype, device=device))
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output projection [vocab, width]: the embedding itself when tied."""
+        return self.embedding if self.head is None else self.head
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        cache: LayerCaches | None = None,
+        write_slots: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [n, width] after the final norm, in the model dtype.
+
+        token_ids int64 [n]. Without a cache the rows attend over the n rows themselves
+        (`rows.key_index` points at rows); with one, the n new keys and values of each layer are
+        first written at `write_slots` (int64 [n]) and `rows.key_index` points at slots.
+        """
+        cos, sin = rotary_tables(rows.positions, self.spec)
+        hidden = F.embedding(token_ids, self.embedding)
+        for index, layer in enumerate(self.layers):
+            q, k, v = self._project_qkv(layer, hidden, cos, sin)
+            if cache is not None:
+                assert write_slots is not None
+                k = _write(cache.keys[index], write_slots, k)
+                v = _write(cache.values[index], write_slots, v)
+            attended = attend(q, k, v, rows)
+            hidden = hidden + F.linear(attended.flatten(1), layer.out)
+            normed = rms_norm(hidden, layer.ff_norm, self.spec.norm_eps)
+            gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)
+            hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
+        return rms_norm(hidden, self.final_norm, self.spec.norm_eps)
+
+    def _project_qkv(
+        self, layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [n, heads, head_size], k and v [n, kv_heads, head_size]; q and k rotated."""
+        spec = self.spec
+        normed = rms_norm(hidden, layer.attention_norm, spec.norm_eps)
+        qkv = F.linear(normed, layer.qkv).unflatten(-1, (-1, spec.head_size))
+        qk, v = qkv.split((spec.n_heads + spec.n_kv_heads, spec.n_kv_heads), dim=1)
+        q, k = rotate(qk, cos, sin).split((spec.n_heads, spec.n_kv_heads), dim=1)
+        return q, k, v
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension (Zhang and Sennrich, 2019), in fp32; rounded
+    to the dtype of x before the gain is applied, as Hugging Face's Llama does."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return gain * (wide * scale).to(x.dtype)
+
+
+def rotary_tables(positions: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """cos and signed sin of the rotary angles, fp32 [n, 1, head_size] (Su et al., RoFormer, 2021).
+
+    Both halves of a head share the angles; the sine's first half is negated, so that `rotate` needs
+    no negation.
+    """
+    half = torch.arange(0, spec.head_size, 2, dtype=torch.int64, device=positions.device).float()
+    frequencies = 1.0 / (spec.rope_theta ** (half / spec.head_size))
+    angles = positions.float()[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [n, heads, head_size], element i with element i + head_size / 2, in fp32."""
+    wide = x.float()
+    return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def _write(cache: Tensor, slots: Tensor, new: Tensor) -> Tensor:
+    with torch.no_grad():
+        return cache.index_copy_(0, slots, new)

@@ -1,0 +1,182 @@
+"""Hugging Face folders: model weights and tokenizer in and out.
+
+Owns: the mapping between Hugging Face tensor names and our (fused) parameters, reading and writing
+of the folder, the stop ids. Does not own: where a folder comes from (`resolve`), GGUF (`gguf`).
+transformers is imported only to load a tokenizer: its import takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from twofold.model.spec import ModelSpec
+from twofold.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+COPIED_FILES = (
+    *VOCABULARY_FILES,
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def hf_views(model: Transformer) -> dict[str, Tensor]:
+    """Every parameter under its Hugging Face name, as views: fused projections are split by rows,
+    so that reading is `view.copy_(file)` and writing is the views themselves."""
+    spec = model.spec
+    heads, kv = spec.n_heads * spec.head_size, spec.n_kv_heads * spec.head_size
+    views = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.final_norm}
+    if model.head is not None:
+        views["lm_head.weight"] = model.head
+    for index, layer in enumerate(model.layers):
+        q, k, v = layer.qkv.split((heads, kv, kv))
+        gate, up = layer.gate_up.split((spec.ff_width, spec.ff_width))
+        parts = {
+            "input_layernorm": layer.attention_norm,
+            "self_attn.q_proj": q,
+            "self_attn.k_proj": k,
+            "self_attn.v_proj": v,
+            "self_attn.o_proj": layer.out,
+            "post_attention_layernorm": layer.ff_norm,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": layer.down,
+        }
+        views |= {f"model.layers.{index}.{name}.weight": part for name, part in parts.items()}
+    return {name: view.detach() for name, view in views.items()}
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The folder's decoder. ValueError if config.json is missing or not supported."""
+    config = _read_json(folder / "config.json")
+    if not config:
+        raise ValueError(f"{folder}: config.json is missing; a Hugging Face model folder is needed")
+    if "quantization_config" in config:
+        raise ValueError(f"{folder}/config.json: quantised weights are not supported")
+    try:
+        return ModelSpec.from_hf_config(config)
+    except ValueError as error:
+        raise ValueError(f"{folder}/{error}") from None
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Transformer:
+    """Reads config.json and the safetensors file (or shards) of a Hugging Face folder.
+
+    Weights are converted to `dtype` as they are copied. ValueError, naming folder and file, if a
+    file or tensor is missing, has another shape, or is one this decoder would ignore.
+    """
+    model = Transformer(read_spec(folder), dtype, device)
+    missing = hf_views(model)
+    for path in _weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                target = missing.pop(name, None)
+                if target is not None:
+                    _copy_checked(target, file.get_tensor(name), f"{path}: {name}")
+                elif not _ignorable(name, model.spec):
+                    raise ValueError(f"{path}: tensor {name} has no place in a Llama decoder")
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{folder}: the weights lack {next(iter(missing))}{more}")
+    return model
+
+
+def save_model(model: Transformer, folder: Path, source_folder: Path) -> None:
+    """Writes a folder that `transformers` loads: weights in the model's dtype, config.json of
+    `source_folder` with that dtype, and its tokenizer files. config.json is written last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_weights(model, folder)
+    for name in COPIED_FILES:
+        if (source_folder / name).is_file():
+            shutil.copyfile(source_folder / name, folder / name)
+    config = _read_json(source_folder / "config.json")
+    config.pop("torch_dtype", None)  # the name of "dtype" before transformers 5
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
+    write_json(folder / "config.json", config)
+
+
+def write_weights(model: Transformer, folder: Path) -> None:
+    """Writes model.safetensors (one file whatever its size) under Hugging Face names."""
+    tensors = {name: view.cpu().contiguous() for name, view in hf_views(model).items()}
+    partial = folder / f"{WEIGHTS_FILE}.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / WEIGHTS_FILE)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer with its chat template. ValueError if there is none."""
+    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+        raise ValueError(f"{folder}: no tokenizer ({', '.join(VOCABULARY_FILES)} are all missing)")
+    from transformers import AutoTokenizer  # slow import, needed nowhere else
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def stop_ids(folder: Path) -> tuple[int, ...]:
+    """Token ids that end a completion, ascending: the end-of-sequence ids of
+    generation_config.json, config.json and the tokenizer together (chat models often differ)."""
+    ids: set[int] = set()
+    tokenizer_eos = load_tokenizer(folder).eos_token_id
+    configs = [_read_json(folder / name) for name in ("generation_config.json", "config.json")]
+    for eos in (tokenizer_eos, *(config.get("eos_token_id") for config in configs)):
+        if eos is not None:
+            ids.update(eos if isinstance(eos, list) else [eos])
+    return tuple(sorted(ids))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes indented JSON; a reader finds the old file or the new one, never half of it."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The parsed file, {} if there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from None
+    return content
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = _read_json(folder / INDEX_FILE)
+    names = sorted(set(index["weight_map"].values())) if index else [WEIGHTS_FILE]
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder}: {name} is missing; weights are read from safetensors only")
+    return [folder / name for name in names]
+
+
+def _copy_checked(target: Tensor, source: Tensor, what: str) -> None:
+    if source.shape != target.shape:
+        shapes = f"{list(source.shape)}, config.json asks for {list(target.shape)}"
+        raise ValueError(f"{what} has shape {shapes}")
+    target.copy_(source)
+
+
+def _ignorable(name: str, spec: ModelSpec) -> bool:
+    """Tensors that repeat what the decoder has: a tied head, tabulated rotary frequencies."""
+    tied_head = spec.tied_embeddings and name == "lm_head.weight"
+    return tied_head or name.endswith("rotary_emb.inv_freq")

@@ -1,0 +1,183 @@
+"""The embedded executor: one process, one card, rewards in worker processes.
+
+Owns: the order in which things really happen here (card commands one after the other on this
+thread, rewards beside them), the run's clock, and the stop flag. Does not own: what a card command
+does (`runtime/worker`), decisions (`sched`), durability (the record).
+
+Which event comes next:
+    a stop request > a reward that is due > the next card command > waiting for a reward
+A reward is due when it is there. With `deterministic` it is due when one more card command has
+ended after its submission, and is waited for then; rewards come in the order of submission. So no
+decision depends on the wall clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from twofold.events import (
+    Command,
+    Event,
+    Generate,
+    Generated,
+    Reward,
+    Rewarded,
+    StopRequested,
+    Trained,
+)
+from twofold.obs.record import MetricRow, RewardRow
+from twofold.runtime.store import Store
+from twofold.runtime.worker import Worker
+from twofold.step.evaluate import reward_job
+from twofold.step.reward import RewardJob, RewardPool, RewardResult
+
+_PHASE_OF = {
+    "Generate": "generate",
+    "Score": "score",
+    "Train": "train",
+    "Publish": "publish",
+    "Switch": "switch",
+    "Evaluate": "eval",
+    "Checkpoint": "checkpoint",
+    "Discard": "generate",
+}
+
+
+class LocalExecutor:
+    def __init__(
+        self, pool: RewardPool, store: Store, *, deterministic: bool, start_s: float = 0.0
+    ) -> None:
+        """`start_s`: the run's clock goes on from here (0.0 for a new run)."""
+        self.worker: Worker  # attached by runtime/run: it needs `judge` and `stopped` from here
+        self._pool = pool
+        self._store = store
+        self._deterministic = deterministic
+        self._zero_s = time.monotonic() - start_s
+        self._queue: deque[Command] = deque()  # card commands, in order of seq
+        self._asked: deque[tuple[int, int, int]] = deque()  # reward: seq, group, cards ended then
+        self._results: dict[int, RewardResult] = {}  # reward results that are there, by seq
+        self._n_card_ended = 0
+        self._stop_reason: str | None = None
+        self._stop_reported = False
+        self._step_start_s = start_s
+        self._phase_s: Counter[str] = Counter()  # seconds per phase since the last update
+        self._step_tokens = 0
+        self.on_command: Callable[[Command], None] = lambda command: None
+
+    # ------------------------------------------------------------ the executor's contract
+
+    def submit(self, command: Command) -> None:
+        if isinstance(command, Reward):
+            group = self._store[command.group_id]
+            job = reward_job(group, self.worker.tokenizer, self.worker.sampling.stop_ids)
+            self._pool.submit(command.seq, job)
+            self._asked.append((command.seq, command.group_id, self._n_card_ended))
+        else:
+            self._queue.append(command)
+
+    def next_event(self) -> tuple[float, Event]:
+        event = self._next_event()
+        now_s = time.monotonic() - self._zero_s
+        if isinstance(event, Trained):
+            self._write_step_times(event.version, now_s)
+        return now_s, event
+
+    def take_rows(self) -> list[Any]:
+        return self._store.take_rows()
+
+    def stop(self, reason: str) -> None:
+        """Asks for a clean end; safe in a signal handler."""
+        self._stop_reason = reason
+
+    def stopped(self) -> bool:
+        return self._stop_reason is not None
+
+    def _next_event(self) -> Event:
+        if self._stop_reason is not None and not self._stop_reported:
+            self._stop_reported = True
+            return StopRequested(reason=self._stop_reason)
+        if not self._deterministic:
+            self._collect(block=False)
+        if self._reward_due():
+            return self._rewarded()
+        if self._queue:
+            return self._run(self._queue.popleft())
+        assert self._asked, "nothing to run and nothing to wait for"
+        return self._wait_for_reward()
+
+    # ------------------------------------------------------------ cards
+
+    def _run(self, command: Command) -> Event:
+        self.on_command(command)
+        event = self.worker.execute(command)
+        self._n_card_ended += 1
+        self._phase_s[_PHASE_OF[command.kind]] += event.seconds
+        if isinstance(command, Generate) and isinstance(event, Generated):
+            self._step_tokens += event.n_tokens
+        return event
+
+    def _write_step_times(self, version: int, now_s: float) -> None:
+        """Where the time of this step went, from the end of the last update to the end of this."""
+        step_s = now_s - self._step_start_s
+        times = {f"time/{phase}": seconds for phase, seconds in self._phase_s.items()}
+        times["time/step_s"] = step_s
+        times["time/wait"] = max(0.0, step_s - sum(self._phase_s.values()))
+        times["tokens_per_s"] = self._step_tokens / step_s
+        self._store.write(*(MetricRow(version, name, value) for name, value in times.items()))
+        self._step_start_s, self._step_tokens = now_s, 0
+        self._phase_s.clear()
+
+    # ------------------------------------------------------------ rewards
+
+    def _collect(self, block: bool) -> None:
+        for result in self._pool.poll(timeout_s=None if block else 0.0):
+            self._results[result.ticket] = result
+
+    def _reward_due(self) -> bool:
+        if not self._asked:
+            return False
+        if self._deterministic:
+            return self._n_card_ended > self._asked[0][2]
+        return any(seq in self._results for seq, _, _ in self._asked)
+
+    def _wait_for_reward(self) -> Event:
+        first = self._asked[0][0]
+        while not (first in self._results if self._deterministic else self._reward_due()):
+            self._collect(block=True)
+        return self._rewarded()
+
+    def _rewarded(self) -> Rewarded:
+        if self._deterministic:
+            while self._asked[0][0] not in self._results:
+                self._collect(block=True)
+        seq, group_id, _ = next(entry for entry in self._asked if entry[0] in self._results)
+        self._asked = deque(entry for entry in self._asked if entry[0] != seq)
+        result = self._results.pop(seq)
+        group = self._store[group_id]
+        for sample, reward, failure in zip(
+            group.samples, result.rewards, result.failures, strict=True
+        ):
+            sample.reward, sample.failed = reward, failure
+            self._store.write(RewardRow(sample.sample_id, reward, failure))
+        valid = [sample.reward for sample in group.samples if sample.valid]
+        return Rewarded(
+            command=seq,
+            seconds=result.seconds,
+            group_id=group_id,
+            n_valid=len(valid),
+            varies=len(set(valid)) > 1,
+            cause=next((cause for cause in result.failures if cause), ""),
+        )
+
+    def judge(self, jobs: list[RewardJob]) -> list[RewardResult]:
+        """Rewards for an evaluation, waited for. Its tickets are negative: the samples in training
+        have theirs, and may arrive meanwhile."""
+        for i, job in enumerate(jobs):
+            self._pool.submit(-1 - i, job)
+        tickets = [-1 - i for i in range(len(jobs))]
+        while any(ticket not in self._results for ticket in tickets):
+            self._collect(block=True)
+        return [self._results.pop(ticket) for ticket in tickets]

@@ -1,0 +1,107 @@
+"""Held-out evaluation under one version: sampled at temperature 1, and greedy.
+
+Owns: which completions are made and how they are counted. Does not own: when (the scheduler), the
+reward processes (`step/reward`, handed in as `judge`), the training samples' generator or its cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from twofold.model.transformer import Transformer
+from twofold.step.generate import Generator
+from twofold.step.prompts import decode_completion
+from twofold.step.reward import RewardJob, RewardResult
+from twofold.step.sampling import Sampling
+from twofold.types import Group, Prompt, Sample, SampleId
+
+Judge = Callable[[list[RewardJob]], list[RewardResult]]
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """What is asked: held-out prompts with their token ids."""
+
+    prompts: list[Prompt]
+    prompt_ids: list[list[int]]
+
+
+def evaluate(
+    model: Transformer,
+    tokenizer: object,
+    items: EvalSet,
+    judge: Judge,
+    sampling: Sampling,
+    *,
+    version: int,
+    n_samples: int,
+    seed: int,
+    max_running_samples: int,
+    kv_block_tokens: int,
+    stopped: Callable[[], bool],
+) -> dict[str, float] | None:
+    """Pass rates over `items`; a sample passes when its reward is at least 1. None: `stopped()`
+    became true before the end.
+
+    Sampling noise is keyed by (seed, "eval", prompt, sample), so two versions are compared on the
+    same draws. `eval/pass_rate_stderr` is the standard error over all samples, counted as
+    independent. Failed rewards are left out, and counted in `eval/failed`.
+    """
+    metrics: dict[str, float] = {}
+    plain = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    for greedy, count in ((False, n_samples), (True, 1)):
+        if count == 0:
+            continue
+        generator = Generator(
+            model,
+            replace(plain, greedy=greedy),
+            seed=seed,
+            stream="eval",
+            max_running_samples=max_running_samples,
+            kv_cache_tokens=0,
+            kv_block_tokens=kv_block_tokens,
+        )
+        generator.version = version
+        groups = [
+            Group(i, prompt, ids, version, version, [Sample(SampleId(i, j)) for j in range(count)])
+            for i, (prompt, ids) in enumerate(zip(items.prompts, items.prompt_ids, strict=True))
+        ]
+        generator.admit(groups)
+        while generator.unfinished:
+            if stopped():
+                return None
+            generator.run(max_decode_steps=16)
+        generator.release()
+        jobs = [reward_job(group, tokenizer, sampling.stop_ids) for group in groups]
+        metrics |= _count(judge(jobs), groups, greedy)
+    return metrics
+
+
+def reward_job(group: Group, tokenizer: object, stop_ids: tuple[int, ...]) -> RewardJob:
+    """The group's finished completions as its reward sees them; fills in each sample's text."""
+    for sample in group.samples:
+        assert sample.finished, f"sample {sample.sample_id} is not finished"
+        if not sample.text:
+            sample.text = decode_completion(tokenizer, sample.token_ids, stop_ids)
+    return RewardJob(
+        group.prompt,
+        [sample.text for sample in group.samples],
+        [sample.token_ids for sample in group.samples],
+    )
+
+
+def _count(results: list[RewardResult], groups: list[Group], greedy: bool) -> dict[str, float]:
+    rewards = [reward for result in results for reward in result.rewards if reward is not None]
+    n_asked = sum(len(group.samples) for group in groups)
+    rate = sum(reward >= 1 for reward in rewards) / max(1, len(rewards))
+    if greedy:
+        return {"eval/greedy_pass_rate": rate}
+    n_tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
+    return {
+        "eval/pass_rate": rate,
+        "eval/pass_rate_stderr": math.sqrt(rate * (1 - rate) / max(1, len(rewards))),
+        "eval/length": n_tokens / n_asked,
+        "eval/failed": float(n_asked - len(rewards)),
+    }
