@@ -85,7 +85,7 @@ def _bfloat16() -> str:
 
 
 def _compiler() -> str:
-    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
+    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]  # as the kernel looks
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     return found or "no C++ compiler: attention runs in plain torch, slower (install g++)"
 

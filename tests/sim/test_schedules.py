@@ -10,7 +10,7 @@ from schedules import History, check_history, run_schedule
 
 from twofold import events as ev
 from twofold.sched import scheduler as scheduler_module
-from twofold.sched.budget import Choice, Live, choose_batch, may_start
+from twofold.sched.budget import Choice, Live, may_start
 from twofold.sched.phase import TRANSITIONS
 
 SEED = int(os.environ.get("TWOFOLD_TEST_SEED", "0"))

@@ -6,6 +6,7 @@ The work itself is replaced; `test_the_run_takes_what_the_commands_give` ties it
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import pytest
 import twofold
 import twofold.runtime
 from twofold import cli, config
+from twofold.events import RunStarted
+from twofold.obs.record import Record
 
 SRC = Path(twofold.__file__).parents[1]
 
@@ -162,6 +165,18 @@ def test_generate(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.calls == [("generate", ("somewhere", "2 + 3?", 128, 0.0, 0, 2), {})]
     out = capsys.readouterr().out
     assert out.splitlines() == ["--- sample 0", "five", "--- sample 1", "5\\x1b[2J"]
+
+
+def test_log_and_samples_read_a_record_that_is_being_written(
+    run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Record.create(tmp_path, {}) as record:
+        record.commit(0.5, RunStarted(), [], [])
+        assert cli.main(["log", str(tmp_path)]) == 0
+        assert cli.main(["samples", str(tmp_path), "--sort", "best", "-n", "2"]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["kind"] == "RunStarted"
+    assert "no sample is finished yet" in captured.err
 
 
 def test_the_run_takes_what_the_commands_give(tmp_path: Path, toml: str) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from twofold.step.sampling import Sampling, sample
+from twofold.step.sampling import Sampling, _pick, sample
 
 VOCAB = 700  # more than two blocks of the draw, and not a multiple of one
 
@@ -131,6 +131,13 @@ def test_rounding_at_the_end_of_the_sum_stays_on_a_likely_token():
     token_ids, _, _ = sample(logits, uniforms, Sampling())
     assert token_ids[1] == 0
     assert token_ids[0] != VOCAB - 1
+
+
+def test_rounding_below_zero_still_picks_an_entry_with_mass():
+    masses = torch.tensor([[0.0, 0.0, 0.25, 0.75, 0.0]] * 3, dtype=torch.float64)
+    index, before = _pick(masses, torch.tensor([-1e-17, 0.25, 1.5], dtype=torch.float64))
+    assert index.tolist() == [2, 3, 3]
+    assert before.tolist() == [0.0, 0.25, 0.25]
 
 
 def test_rare_tokens_keep_their_share():

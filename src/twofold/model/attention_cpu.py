@@ -1,7 +1,8 @@
 """The compiled attention kernel for CPUs: built on first use, called through its plain C interface.
 
-Owns: finding a compiler, building `attention_cpu.cpp` into a cache, the autograd function around it.
-Does not own: the arithmetic (the C++ file), what rows mean and when to use this (`attention`).
+Owns: finding a compiler, building `attention_cpu.cpp` into a cache, the autograd function around
+the kernel. Does not own: the arithmetic (the C++ file), what rows mean and when to use this
+(`attention`).
 
 The kernel has no OpenMP code of its own: it is handed GOMP_parallel of the runtime that torch uses,
 so there is one thread pool, whatever the compiler, and nothing to link.
@@ -10,10 +11,10 @@ so there is one thread pool, whatever the compiler, and nothing to link.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import threading
@@ -23,12 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 if TYPE_CHECKING:
     from twofold.model.attention import Rows
 
 _SOURCE = Path(__file__).with_name("attention_cpu.cpp")
+_HEADER = Path(__file__).with_name("attention_cpu.h")
 # -ffp-contract=fast: a * b + c is one rounding everywhere, so every path has the same arithmetic.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno")
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -60,7 +63,7 @@ _loaded: list[tuple[ctypes.CDLL | None, str]] = []  # one entry once tried
 
 
 def load() -> ctypes.CDLL | None:
-    """The kernel, built if it is not in the cache; None when that is impossible (never an error)."""
+    """The kernel, built unless the cache has it; None when that is impossible (never an error)."""
     return _load()[0]
 
 
@@ -83,18 +86,20 @@ class _CannotBuild(Exception):
     pass
 
 
-def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        if name and (path := shutil.which(name)):
-            return path
-    raise _CannotBuild("no C++ compiler found (CXX, g++, clang++)")
+def _compiler() -> list[str]:
+    """The command: what CXX says (it may have arguments), or the first usual name there is."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    for name in asked[:1] or ("g++", "clang++", "c++"):
+        if path := shutil.which(name):
+            return [path, *asked[1:]]
+    raise _CannotBuild(f"no C++ compiler found ({asked[0] if asked else 'g++, clang++, c++'})")
 
 
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr[:200]]
-        raise _CannotBuild(f"{command[0]} failed: {lines[0].strip()}")
+        errors = [line for line in done.stderr.splitlines() if "error" in line]
+        raise _CannotBuild(f"{command[0]} failed: {errors[0] if errors else done.stderr[:200]}")
     return done.stdout
 
 
@@ -107,19 +112,19 @@ def _built() -> Path:
     """Path of the shared library for this source, compiler and CPU.
 
     The compiler's predefined macros name its version and every instruction set that -march=native
-    found, so they are the key to both.
+    found, so the cache is keyed by them and the source.
     """
     compiler = _compiler()
-    macros = _run(compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), *_FLAGS, compiler, macros]).encode())
+    macros = _run(*compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
+    text = [_SOURCE.read_text(), _HEADER.read_text(), *_FLAGS, *compiler, macros]
+    key = hashlib.sha256("\0".join(text).encode())
     folder = _cache_folder()
     library = folder / f"attention_cpu-{key.hexdigest()[:32]}.so"
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, the others find it done
+    with FileLock(folder / "lock"):  # one process builds, the others find it done
         if not library.exists():
             aside = library.with_suffix(f".{os.getpid()}")
-            _run(compiler, *_FLAGS, "-fPIC", "-shared", str(_SOURCE), "-o", str(aside))
+            _run(*compiler, *_FLAGS, "-fPIC", "-shared", str(_SOURCE), "-o", str(aside))
             aside.rename(library)
     return library
 
@@ -153,8 +158,9 @@ def threads() -> int:
 
 
 def attend_cpu(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
-    """`attention.attend` on the CPU: q [n, heads, head_size]; k, v [n_key_rows, kv_heads, head_size],
-    all float32 or all bfloat16 (arithmetic in fp32); returns [n, heads, head_size], contiguous.
+    """`attention.attend` on the CPU: q [n, heads, head_size]; k, v [n_key_rows, kv_heads,
+    head_size], all float32 or all bfloat16 (arithmetic in fp32); returns [n, heads, head_size],
+    contiguous.
 
     The result of a row depends, to the last bit, only on its query and its keys and values in order
     of position. Gradients in q, k and v are the same in every run with the same number of threads.

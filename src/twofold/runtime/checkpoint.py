@@ -95,7 +95,7 @@ def load(
 
 
 def find(folder: Path, version: int | None) -> tuple[int, dict[str, Tensor]]:
-    """(version, tensors) of that checkpoint, verified; None: of the newest that verifies. ValueError
+    """(version, tensors) of that checkpoint, verified; None: of the newest verified. ValueError
     when there is none such, naming those that are there."""
     there = dict(_versions(folder))
     if version is not None:

@@ -6,9 +6,9 @@ does (`runtime/worker`), decisions (`sched`), durability (the record).
 
 Which event comes next:
     a stop request > a reward that is due > the next card command > waiting for a reward
-A reward is due when it is there. With `deterministic` it is due when one more card command has
-ended after its submission, and is waited for then; rewards come in the order of submission. So no
-decision depends on the wall clock.
+A reward is due when it is there. With `deterministic` it is due once a card command that was issued
+after it has ended, and is waited for then; rewards come in the order in which they were asked for.
+So no decision depends on the wall clock, nor on a process that died in between.
 """
 
 from __future__ import annotations
@@ -48,21 +48,25 @@ _PHASE_OF = {
 
 class LocalExecutor:
     def __init__(
-        self, pool: RewardPool, store: Store, *, deterministic: bool, start_s: float = 0.0
+        self,
+        pool: RewardPool,
+        store: Store,
+        *,
+        deterministic: bool,
+        last_card_seq: int = -1,
     ) -> None:
-        """`start_s`: the run's clock goes on from here (0.0 for a new run)."""
+        """`last_card_seq`: of a resumed run, the highest card command that had ended."""
         self.worker: Worker  # attached by runtime/run: it needs `judge` and `stopped` from here
         self._pool = pool
         self._store = store
         self._deterministic = deterministic
-        self._zero_s = time.monotonic() - start_s
-        self._queue: deque[Command] = deque()  # card commands, in order of seq
-        self._asked: deque[tuple[int, int, int]] = deque()  # reward: seq, group, cards ended then
+        self._zero_s = self._step_start_s = 0.0
+        self._queue: deque[Command] = deque()  # card commands and discards, in order of seq
+        self._asked: deque[Reward] = deque()
         self._results: dict[int, RewardResult] = {}  # reward results that are there, by seq
-        self._n_card_ended = 0
+        self._last_card_seq = last_card_seq
         self._stop_reason: str | None = None
         self._stop_reported = False
-        self._step_start_s = start_s
         self._phase_s: Counter[str] = Counter()  # seconds per phase since the last update
         self._step_tokens = 0
         self.on_command: Callable[[Command], None] = lambda command: None
@@ -74,7 +78,7 @@ class LocalExecutor:
             group = self._store[command.group_id]
             job = reward_job(group, self.worker.tokenizer, self.worker.sampling.stop_ids)
             self._pool.submit(command.seq, job)
-            self._asked.append((command.seq, command.group_id, self._n_card_ended))
+            self._asked.append(command)
         else:
             self._queue.append(command)
 
@@ -87,6 +91,11 @@ class LocalExecutor:
 
     def take_rows(self) -> list[Any]:
         return self._store.take_rows()
+
+    def begin(self, start_s: float) -> None:
+        """The run's clock goes on from `start_s` (0 for a new run)."""
+        self._zero_s = time.monotonic() - start_s
+        self._step_start_s = start_s
 
     def stop(self, reason: str) -> None:
         """Asks for a clean end; safe in a signal handler."""
@@ -113,7 +122,8 @@ class LocalExecutor:
     def _run(self, command: Command) -> Event:
         self.on_command(command)
         event = self.worker.execute(command)
-        self._n_card_ended += 1
+        if command.cards:
+            self._last_card_seq = command.seq
         self._phase_s[_PHASE_OF[command.kind]] += event.seconds
         if isinstance(command, Generate) and isinstance(event, Generated):
             self._step_tokens += event.n_tokens
@@ -140,23 +150,23 @@ class LocalExecutor:
         if not self._asked:
             return False
         if self._deterministic:
-            return self._n_card_ended > self._asked[0][2]
-        return any(seq in self._results for seq, _, _ in self._asked)
+            return self._last_card_seq > self._asked[0].seq
+        return any(command.seq in self._results for command in self._asked)
 
     def _wait_for_reward(self) -> Event:
-        first = self._asked[0][0]
+        first = self._asked[0].seq
         while not (first in self._results if self._deterministic else self._reward_due()):
             self._collect(block=True)
         return self._rewarded()
 
     def _rewarded(self) -> Rewarded:
         if self._deterministic:
-            while self._asked[0][0] not in self._results:
+            while self._asked[0].seq not in self._results:
                 self._collect(block=True)
-        seq, group_id, _ = next(entry for entry in self._asked if entry[0] in self._results)
-        self._asked = deque(entry for entry in self._asked if entry[0] != seq)
-        result = self._results.pop(seq)
-        group = self._store[group_id]
+        command = next(command for command in self._asked if command.seq in self._results)
+        self._asked.remove(command)
+        result = self._results.pop(command.seq)
+        group = self._store[command.group_id]
         for sample, reward, failure in zip(
             group.samples, result.rewards, result.failures, strict=True
         ):
@@ -164,9 +174,9 @@ class LocalExecutor:
             self._store.write(RewardRow(sample.sample_id, reward, failure))
         valid = [sample.reward for sample in group.samples if sample.valid]
         return Rewarded(
-            command=seq,
+            command=command.seq,
             seconds=result.seconds,
-            group_id=group_id,
+            group_id=command.group_id,
             n_valid=len(valid),
             varies=len(set(valid)) > 1,
             cause=next((cause for cause in result.failures if cause), ""),

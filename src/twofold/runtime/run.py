@@ -103,7 +103,9 @@ def resume(
             scheduler.handle(event, last_s)
         if scheduler.outcome == "done":
             raise ValueError(f"{run_dir}: the run is finished ({scheduler.version} steps)")
-        with _opened(config, run_dir, reward, progress, last_s) as parts:
+        ended = (row.command for row in record.commands() if row.ended_by is not None)
+        last_card_seq = max((command.seq for command in ended if command.cards), default=-1)
+        with _opened(config, run_dir, reward, progress, last_card_seq) as parts:
             parts.redo(record, scheduler.version)
             return parts.drive(scheduler, record, Resumed(epoch=record.epoch() + 1), last_s)
 
@@ -136,14 +138,17 @@ class _Parts:
         folder: Path,
         task: Task,
         progress: Progress,
-        start_s: float,
+        last_card_seq: int,
     ) -> None:
         self.config = config
         self.run_dir = run_dir
         self.progress = progress
         self.store = Store()
         self.executor = LocalExecutor(
-            pool, self.store, deterministic=config.run.deterministic, start_s=start_s
+            pool,
+            self.store,
+            deterministic=config.run.deterministic,
+            last_card_seq=last_card_seq,
         )
         self._folder = folder
         self.worker = self.executor.worker = Worker(
@@ -164,6 +169,7 @@ class _Parts:
         tensorboard = TensorBoard(self.run_dir) if self.config.run.tensorboard else None
         watched = _Watched(record, self.progress, tensorboard, self.config.train.steps)
         with _stop_signals(self.executor.stop, self.progress):
+            self.executor.begin(start_s)
             drive(scheduler, self.executor, watched, first, start_s)
         if tensorboard is not None:
             tensorboard.close()
@@ -347,7 +353,7 @@ def _opened(
     run_dir: Path,
     reward: Callable[..., Any] | None,
     progress: Progress | None,
-    start_s: float = 0.0,
+    last_card_seq: int = -1,
 ) -> Iterator[_Parts]:
     """Everything a run needs, checked; reward processes are gone when it closes."""
     progress = progress or Progress()
@@ -364,7 +370,7 @@ def _opened(
         )
         with _reward_pool(config, reward, task) as pool:
             progress.message(f"run      {run_dir}")
-            yield _Parts(config, run_dir, pool, folder, task, progress, start_s)
+            yield _Parts(config, run_dir, pool, folder, task, progress, last_card_seq)
     finally:
         progress.close()
 

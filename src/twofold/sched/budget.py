@@ -69,7 +69,7 @@ def choose_batch(
     room: list[int] = []  # room[k]: how many may be taken from those with deadline > version + k
     for k in range(last - version + 1):
         due = sum(group.deadline <= version + k for group in live)
-        room.append(min(groups_per_step, (k + 1) * groups_per_step - due))
+        room.append((k + 1) * groups_per_step - due)
     assert min(room, default=0) >= 0, f"the live groups are not feasible at version {version}"
     batch: list[int] = []
     for group_id, deadline in ready:

@@ -21,7 +21,7 @@ class GroupWork:
 
 @dataclass(frozen=True)
 class Workload:
-    """Completions of 1 to `max_tokens` tokens, most of them short; `long_tail` of them have the most.
+    """Completions have 1 to `max_tokens` tokens, most few of them, a share `long_tail` the most.
 
     `reward_s` is the mean of an exponential; a sample's reward fails with `invalid`, and with
     `bad_group` all rewards of a group do.

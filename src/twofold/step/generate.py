@@ -128,6 +128,7 @@ class Generator:
         lanes = self._lanes
         active = np.flatnonzero(lanes.running)
         n = len(active)
+        assert n, "samples wait, none runs, and none fits into the empty cache"
         n_fed = int((lanes.tokens[active] - lanes.cached[active]).sum())
         hidden = self._forward(active, n_fed)
         logits = scaled_logits(hidden, self._model.head_weight, self._sampling.temperature)
@@ -207,8 +208,14 @@ class Generator:
         if start == len(member.token_ids):
             return None
         run.n_reported = len(member.token_ids)
-        lists = (member.token_ids, member.logprobs, member.kept_logmass)
-        return Chunk(member.sample_id, start, self.version, *(values[start:] for values in lists))
+        return Chunk(
+            member.sample_id,
+            start,
+            self.version,
+            member.token_ids[start:],
+            member.logprobs[start:],
+            member.kept_logmass[start:],
+        )
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._model.device)

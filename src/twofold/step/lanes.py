@@ -266,11 +266,11 @@ class Lanes:
         given: list[tuple[int, int]] = []
         full = np.flatnonzero(self.running & (self.tokens > self.capacity)).tolist()
         for lane in sorted(full, key=lambda lane: self[lane].order):
-            while self.running[lane] and (blocks := cache.allocate(1)) is None:
+            while self.running[lane] and not cache.n_free:
                 lanes = np.flatnonzero(self.running).tolist()
                 self.wait(self.leave(max(lanes, key=lambda lane: self[lane].order)))
                 n_preempted += 1
-            if self.running[lane]:
+            if self.running[lane] and (blocks := cache.allocate(1)):
                 self[lane].blocks += blocks
                 given.append((lane * self.width + int(self.capacity[lane]), blocks[0]))
                 self.capacity[lane] += self._block_tokens

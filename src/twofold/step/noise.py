@@ -35,7 +35,8 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
     # 52 bits and a half: with 53 the largest value would round to 1
-    return ((z >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    draws: np.ndarray = ((z >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return draws
 
 
 def _mix(z: int) -> int:

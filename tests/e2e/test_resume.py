@@ -1,0 +1,154 @@
+"""A run that dies at any moment goes on where its record ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.small import even_sum, folder, small_config, versions
+from twofold.config import to_toml
+from twofold.obs.record import Record
+from twofold.runtime import checkpoint, run
+
+__all__ = ["folder"]
+
+
+class Crash(BaseException):
+    """Not an Exception, so that nothing on the way handles it."""
+
+
+def crash_at(monkeypatch: pytest.MonkeyPatch, n: int, before_commit: bool) -> None:
+    """The process dies at the n-th event: before it is committed, or right after."""
+    commit, calls = Record.commit, Counter[str]()
+
+    def dying_commit(self: Record, *args: Any) -> None:
+        calls["commit"] += 1
+        if before_commit and calls["commit"] == n:
+            raise Crash
+        commit(self, *args)
+        if calls["commit"] == n:
+            raise Crash
+
+    monkeypatch.setattr(Record, "commit", dying_commit)
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """What must not depend on crashes."""
+    with Record.open(run_dir, read_only=True) as record:
+        trained = {v: record.trained_groups(v) for v in range(20)}
+        return {
+            "checksums": versions(record),
+            "tokens": {v: [[s.token_ids for s in g.samples] for g in t] for v, t in trained.items()},
+            "batches": {v: [g.group_id for g in groups] for v, groups in trained.items()},
+            "live": record.live_groups(),
+        }
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_crash_at_any_event_changes_nothing(
+    folder: Path, tmp_path: Path, staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(name: str) -> Any:
+        return small_config(
+            folder,
+            tmp_path / name,
+            sched__max_staleness=staleness,
+            run__checkpoint_every=2,
+            run__save_model=False,
+        )
+
+    run.train(config("whole"), reward=even_sum)
+    whole = outcome(tmp_path / "whole")
+    with Record.open(tmp_path / "whole", read_only=True) as record:
+        n_events = sum(1 for _ in record.events())
+    for n in range(2, n_events, n_events // 6):
+        name = f"crash-{n}"
+        with monkeypatch.context() as patch:
+            crash_at(patch, n, before_commit=n % 2 == 0)
+            with pytest.raises(Crash):
+                run.train(config(name), reward=even_sum)
+        result = run.resume(tmp_path / name, reward=even_sum)
+        assert result.outcome == "done"
+        assert outcome(tmp_path / name) == whole, f"crash at event {n} of {n_events}"
+
+
+def test_two_crashes_and_a_broken_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint is damaged: an older one is taken, and more is trained again."""
+    config = small_config(folder, tmp_path / "run", run__checkpoint_every=1, train__steps=5)
+    whole_config = small_config(
+        folder, tmp_path / "whole", run__checkpoint_every=1, train__steps=5
+    )
+    run.train(whole_config, reward=even_sum)
+    with monkeypatch.context() as patch:
+        crash_at(patch, 30, before_commit=False)
+        with pytest.raises(Crash):
+            run.train(config, reward=even_sum)
+    newest = checkpoint.newest_verified(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    tensors = newest[1] / "tensors.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"?")
+    with monkeypatch.context() as patch:
+        crash_at(patch, 12, before_commit=False)
+        with pytest.raises(Crash):
+            run.resume(tmp_path / "run", reward=even_sum)
+    assert run.resume(tmp_path / "run", reward=even_sum).outcome == "done"
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_kill_9_and_resume(folder: Path, tmp_path: Path) -> None:
+    """The real thing, from the command line: SIGKILL somewhere in the middle, then resume."""
+    config = small_config(
+        folder, tmp_path / "run", train__steps=12, run__checkpoint_every=5, run__save_model=False
+    )
+    config.reward.function = "tests.e2e.small:even_sum"
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    command = [sys.executable, "-m", "twofold", "train", str(tmp_path / "run.toml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    trained = 0
+    while trained < 6:
+        time.sleep(0.01)
+        assert process.poll() is None, "the run ended before it could be killed"
+        if (tmp_path / "run" / "record.sqlite").exists():
+            with Record.open(tmp_path / "run", read_only=True) as record:
+                trained = len(versions(record)) - 1
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    resume = [sys.executable, "-m", "twofold", "resume", str(tmp_path / "run")]
+    done = subprocess.run(resume, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint of version 5" in done.stdout
+    with Record.open(tmp_path / "run", read_only=True) as record:
+        assert list(versions(record)) == list(range(13))
+        batches = [g.group_id for v in range(12) for g in record.trained_groups(v)]
+        assert not record.live_groups()
+    assert sorted(batches) == list(range(24)), "a prompt was lost or repeated"
+
+
+def test_a_stop_request_ends_cleanly_and_goes_on(folder: Path, tmp_path: Path) -> None:
+    """Ctrl-C: the running command ends, a checkpoint is written, resume finishes the run."""
+    config = small_config(folder, tmp_path / "run", train__steps=8, run__checkpoint_every=0)
+    seen: list[int] = []
+
+    class Stopping(run.Progress):
+        def step(self, version: int, steps: int, metrics: dict[str, float]) -> None:
+            seen.append(version)
+            if version == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    result = run.train(config, reward=even_sum, progress=Stopping())
+    assert result.outcome == "stopped: Ctrl-C" and result.version == 3
+    assert [v for v, _ in checkpoint._versions(tmp_path / "run" / "checkpoints")] == [3]
+    assert run.resume(tmp_path / "run", reward=even_sum).outcome == "done"
+    with pytest.raises(ValueError, match="finished"):
+        run.resume(tmp_path / "run", reward=even_sum)
