@@ -1,4 +1,4 @@
-"""A whole run in a second: a tiny random model, the addition task, a reward that varies."""
+"""A whole run in a second: a tiny random model and the addition task."""
 
 from __future__ import annotations
 
@@ -10,18 +10,6 @@ import pytest
 from tests.tiny import tiny_folder
 from twofold.config import Config
 from twofold.obs.record import Record
-
-
-def even_sum(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
-    """Half of what a random model says has an even sum of token ids: most groups vary."""
-    return [float(sum(ids) % 2 == 0) for ids in completion_ids]
-
-
-def some_fail(
-    prompts: Any, completions: Any, completion_ids: Any, **columns: Any
-) -> list[float | None]:
-    """As `even_sum`, but a third of the samples has no reward, decided by their tokens."""
-    return [None if sum(ids) % 3 == 0 else float(sum(ids) % 2) for ids in completion_ids]
 
 
 def versions(record: Record) -> dict[int, str]:

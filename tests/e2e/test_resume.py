@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.small import even_sum, folder, small_config, versions
+from tests.e2e.rewards import even_sum
+from tests.e2e.small import folder, small_config, versions
 from twofold.config import to_toml
 from twofold.obs.record import Record
 from twofold.runtime import checkpoint, run
@@ -110,7 +111,7 @@ def test_kill_9_and_resume(folder: Path, tmp_path: Path) -> None:
     config = small_config(
         folder, tmp_path / "run", train__steps=12, run__checkpoint_every=5, run__save_model=False
     )
-    config.reward.function = "tests.e2e.small:even_sum"
+    config.reward.function = "tests.e2e.rewards:even_sum"
     (tmp_path / "run.toml").write_text(to_toml(config))
     command = [sys.executable, "-m", "twofold", "train", str(tmp_path / "run.toml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

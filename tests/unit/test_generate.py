@@ -164,12 +164,13 @@ def test_a_full_cache_preempts_and_still_finishes_everything(model, expected, n_
     assert_same(groups, expected)
 
 
-def test_a_preempted_sample_waits_until_it_can_go_on(model):
-    """The cache holds one sample. The second loses its keys once, not again and again."""
-    groups = [make_group(0, 4, 1), make_group(1, 4, 1)]
-    generator = make_generator(model, Sampling(max_new_tokens=8), kv_cache_tokens=12)
+def test_no_sample_starts_only_to_be_preempted(model):
+    """The cache has room for hardly more than one whole sample: each of the others loses its keys
+    once at most, because starting leaves a block for every running sample that can still grow."""
+    groups = [make_group(i, 4, 1) for i in range(6)]
+    generator = make_generator(model, Sampling(max_new_tokens=16), kv_cache_tokens=24)
     quanta = finish(generator, groups)
-    assert sum(q.preemptions for q in quanta) == 1
+    assert 0 < sum(q.preemptions for q in quanta) <= 5
 
 
 def test_enough_room_never_preempts(model):

@@ -255,6 +255,7 @@ def evaluate(
     system_prompt = config.task.system_prompt
     ids = [encode_prompt(prompt, tokenizer, system_prompt) for prompt in task.held_out]
     with _reward_pool(config, None, task) as pool:
+        pool.check(task.columns)
         executor = LocalExecutor(pool, Store(), deterministic=False)
         with _stop_signals(executor.stop, progress or Progress()):
             metrics = evaluation.evaluate(
@@ -334,14 +335,13 @@ def _load_target(target: str, config: Config) -> tuple[Transformer, Path, int]:
 def _reward_pool(
     config: Config, reward: Callable[..., Any] | None, task: Task
 ) -> Iterator[RewardPool]:
-    """Reward processes, checked; gone when it closes."""
+    """Reward processes; gone when it closes."""
     pool = RewardPool(
         reward or config.reward.function or task.reward,
         workers=config.reward.workers,
         timeout_s=config.reward.timeout_s,
     )
     try:
-        pool.check(task.columns)
         yield pool
     finally:
         pool.close()
@@ -358,9 +358,9 @@ def _opened(
     """Everything a run needs, checked; reward processes are gone when it closes."""
     progress = progress or Progress()
     try:
-        folder, chosen = resolve.resolve(config.model.name)
-        progress.message(f"model    {chosen}")
         task = load_task(config.task)
+        folder, chosen = resolve.resolve(config.model.name)
+        progress.message(chosen)
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         device = _device(config)
@@ -369,8 +369,10 @@ def _opened(
             f"attention: {attention.kernel_name()}"
         )
         with _reward_pool(config, reward, task) as pool:
+            parts = _Parts(config, run_dir, pool, folder, task, progress, last_card_seq)
+            pool.check(task.columns)  # its processes have started while the model was loaded
             progress.message(f"run      {run_dir}")
-            yield _Parts(config, run_dir, pool, folder, task, progress, last_card_seq)
+            yield parts
     finally:
         progress.close()
 
