@@ -71,7 +71,9 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     kept_logmass: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop" (end token), "length" (max_new_tokens); None: unfinished
+    finish_reason: str | None = (
+        None  # "stop" (end token), "length" (max_new_tokens); None: unfinished
+    )
     text: str = ""  # decoded once finished, without the end token
     reward: float | None = None  # None: not rewarded yet, or failed
     failed: str | None = None  # why the reward failed; a failed sample has no advantage

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.tiny import tiny_folder
+
 from twofold.config import Config
 from twofold.obs.record import Record
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.e2e.rewards import even_sum
 from tests.e2e.small import folder, small_config, versions
+
 from twofold.config import to_toml
 from twofold.obs.record import Record
 from twofold.runtime import checkpoint, run
@@ -47,7 +47,9 @@ def outcome(run_dir: Path) -> dict[str, Any]:
         trained = {v: record.trained_groups(v) for v in range(20)}
         return {
             "checksums": versions(record),
-            "tokens": {v: [[s.token_ids for s in g.samples] for g in t] for v, t in trained.items()},
+            "tokens": {
+                v: [[s.token_ids for s in g.samples] for g in t] for v, t in trained.items()
+            },
             "batches": {v: [g.group_id for g in groups] for v, groups in trained.items()},
             "live": record.live_groups(),
         }
@@ -86,9 +88,7 @@ def test_two_crashes_and_a_broken_checkpoint(
 ) -> None:
     """The newest checkpoint is damaged: an older one is taken, and more is trained again."""
     config = small_config(folder, tmp_path / "run", run__checkpoint_every=1, train__steps=5)
-    whole_config = small_config(
-        folder, tmp_path / "whole", run__checkpoint_every=1, train__steps=5
-    )
+    whole_config = small_config(folder, tmp_path / "whole", run__checkpoint_every=1, train__steps=5)
     run.train(whole_config, reward=even_sum)
     with monkeypatch.context() as patch:
         crash_at(patch, 30, before_commit=False)

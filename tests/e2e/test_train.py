@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.e2e.rewards import even_sum, some_fail
 from tests.e2e.small import folder, small_config, versions
+
 from twofold.config import Config
 from twofold.model import weights
 from twofold.obs.record import Record

@@ -99,7 +99,7 @@ def resume(
             )
         scheduler = Scheduler(scheduler_spec(config))
         last_s = 0.0
-        for _, last_s, event in record.events():  # noqa: B007
+        for _, last_s, event in record.events():
             scheduler.handle(event, last_s)
         if scheduler.outcome == "done":
             raise ValueError(f"{run_dir}: the run is finished ({scheduler.version} steps)")
