@@ -2,8 +2,8 @@
 
     python bench/staleness.py [--staleness 0 1 2 4] [--seeds 0 1 2] [--out runs/staleness]
 
-Trains `examples/quickstart.toml` once per threshold S and seed, each run pinned to a core of its own,
-as many at a time as there are cores. Runs that are done already (same --out) are not repeated, and
+Trains `examples/quickstart.toml` once per threshold S and seed, each run on a core of its own, as
+many at a time as there are cores. Runs that are done already (same --out) are not repeated, and
 cut ones are resumed. Then it reads the records: the stalest trained token and the dropped groups
 of every run (counted here, from the tokens themselves), and the held-out pass rate before and
 after. The last line is one JSON object.

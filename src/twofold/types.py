@@ -38,7 +38,7 @@ class SampleId(NamedTuple):
 class Prompt:
     """What is asked, and what a reward needs to judge the answer.
 
-    `content` is chat messages (the folder's chat template is applied) or plain text (used as it is).
+    `content` is chat messages (the folder's chat template is applied) or plain text (as it is).
     `columns` holds every other column of the data row; rewards get them by name.
 
     Example: Prompt([{"role": "user", "content": "What is 2 + 3?"}], {"answer": "5"})
@@ -92,7 +92,7 @@ class Sample:
 
 @dataclass
 class Group:
-    """A prompt with its G completions. `start_version` is the version the card held at admission."""
+    """A prompt with its G completions. `start_version`: the version the card held at admission."""
 
     group_id: int
     prompt: Prompt

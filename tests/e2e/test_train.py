@@ -195,3 +195,36 @@ def test_generation_and_training_share_their_storage(folder: Path, tmp_path: Pat
             changed = record.checksum(0) != record.checksum(4)
         assert changed
         assert {name: p.data_ptr() for name, p in worker.model.named_parameters()} == before
+
+
+def test_kept_caches_go_on_across_an_update(folder: Path, tmp_path: Path) -> None:
+    """kv_after_update = "keep": paused samples mix versions without being prefilled again; the
+    result differs from "recompute", where a paused sample's keys are those of the new weights."""
+    tokens = {}
+    for kept in ("keep", "recompute"):
+        config = small_config(
+            folder,
+            tmp_path / kept,
+            rollout__kv_after_update=kept,
+            sched__max_staleness=3,
+            train__steps=8,
+            train__learning_rate=0.03,
+        )
+        assert run.train(config, reward=even_sum).outcome == "done"
+        with Record.open(tmp_path / kept, read_only=True) as record:
+            groups = [group for v in range(8) for group in record.trained_groups(v)]
+        samples = [sample for group in groups for sample in group.samples]
+        assert any(len(set(sample.versions)) > 1 for sample in samples), "nothing was paused"
+        tokens[kept] = [sample.token_ids for sample in samples]
+    assert tokens["keep"] != tokens["recompute"]
+
+
+def test_a_reference_model_bounds_the_step(folder: Path, tmp_path: Path) -> None:
+    """With a KL term the reference scores every batch: 0 in the first step, then above."""
+    config = small_config(folder, tmp_path / "run", train__kl_coef=0.1, sched__max_staleness=0)
+    run.train(config, reward=even_sum)
+    with Record.open(tmp_path / "run", read_only=True) as record:
+        kl = [row.value for row in record.metrics("kl")]
+        phases = {row.command.kind for row in record.commands()}
+    assert "Score" in phases
+    assert kl[0] == 0.0 and all(value > 0 for value in kl[1:])

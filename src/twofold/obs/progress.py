@@ -40,7 +40,7 @@ COLUMNS = (
     Column("gap", 7, "logprob_gap/max", ".1e"),
     Column("s", 5, "time/step_s", ".1f"),
 )
-PHASES = ("generate", "train", "score", "switch", "publish", "eval", "wait")
+PHASES = ("generate", "train", "score", "switch", "publish", "eval", "checkpoint", "wait")
 _HEADER_EVERY = 20  # steps: about a screen
 _ETA_STEPS = 5  # the latest steps, whose mean time the rest is expected to take
 _REFRESH_S = 0.2  # a quantum may be shorter; nobody reads faster
@@ -83,9 +83,9 @@ class Progress:
         self._phase, self._quantum = name, ""
         self._draw(force=True)
 
-    def quantum(self, n_running: int, tokens_per_s: float) -> None:
+    def quantum(self, unfinished: int, tokens_per_s: float) -> None:
         """How generation goes. Shown live only."""
-        self._quantum = f", {n_running} samples running, {tokens_per_s:.0f} tokens/s"
+        self._quantum = f", {unfinished} samples unfinished, {tokens_per_s:.0f} tokens/s"
         self._draw()
 
     def step(self, version: int, steps: int, metrics: Metrics) -> None:

@@ -31,19 +31,15 @@ from twofold.events import (
 from twofold.obs.record import MetricRow, RewardRow
 from twofold.runtime.store import Store
 from twofold.runtime.worker import Worker
+from twofold.sched.phase import PHASE_OF
 from twofold.step.evaluate import reward_job
 from twofold.step.reward import RewardJob, RewardPool, RewardResult
 
-_PHASE_OF = {
-    "Generate": "generate",
-    "Score": "score",
-    "Train": "train",
-    "Publish": "publish",
-    "Switch": "switch",
-    "Evaluate": "eval",
-    "Checkpoint": "checkpoint",
-    "Discard": "generate",
-}
+
+def phase_name(command: Command) -> str:
+    """What a card does while the command runs, in one word."""
+    phase = PHASE_OF.get(type(command))
+    return command.kind.lower() if phase is None else phase.value
 
 
 class LocalExecutor:
@@ -70,6 +66,7 @@ class LocalExecutor:
         self._phase_s: Counter[str] = Counter()  # seconds per phase since the last update
         self._step_tokens = 0
         self.on_command: Callable[[Command], None] = lambda command: None
+        self.on_quantum: Callable[[int, float], None] = lambda unfinished, tokens_per_s: None
 
     # ------------------------------------------------------------ the executor's contract
 
@@ -124,9 +121,11 @@ class LocalExecutor:
         event = self.worker.execute(command)
         if command.cards:
             self._last_card_seq = command.seq
-        self._phase_s[_PHASE_OF[command.kind]] += event.seconds
+        self._phase_s[phase_name(command)] += event.seconds
         if isinstance(command, Generate) and isinstance(event, Generated):
             self._step_tokens += event.n_tokens
+            tokens_per_s = event.n_tokens / max(event.seconds, 1e-9)
+            self.on_quantum(self.worker.generator.unfinished, tokens_per_s)
         return event
 
     def _write_step_times(self, version: int, now_s: float) -> None:

@@ -32,7 +32,7 @@ from twofold.obs.progress import Progress
 from twofold.obs.record import MetricRow, Record, VersionRow
 from twofold.obs.tensorboard import TensorBoard
 from twofold.runtime import checkpoint
-from twofold.runtime.local import LocalExecutor
+from twofold.runtime.local import LocalExecutor, phase_name
 from twofold.runtime.loop import drive
 from twofold.runtime.store import Store
 from twofold.runtime.worker import Worker
@@ -161,7 +161,8 @@ class _Parts:
             self.executor.stopped,
             _device(config),
         )
-        self.executor.on_command = lambda command: progress.phase(_PHASE_NAMES[command.kind])
+        self.executor.on_quantum = progress.quantum
+        self.executor.on_command = lambda command: progress.phase(phase_name(command))
 
     def drive(
         self, scheduler: Scheduler, record: Record, first: Event, start_s: float = 0.0
@@ -201,18 +202,6 @@ class _Parts:
                 f"resume   version {self.worker.version} differs in bits from the recorded one "
                 "(another machine, build or thread count); the run goes on from these weights"
             )
-
-
-_PHASE_NAMES = {
-    "Generate": "generate",
-    "Score": "score",
-    "Train": "train",
-    "Publish": "publish",
-    "Switch": "switch",
-    "Evaluate": "evaluate",
-    "Checkpoint": "checkpoint",
-    "Discard": "discard",
-}
 
 
 class _Watched:

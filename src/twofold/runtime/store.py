@@ -1,4 +1,4 @@
-"""The payloads of live groups, addressed by id, and the rows that become durable with the next event.
+"""The payloads of live groups, by id, and the rows that become durable with the next event.
 
 Owns: groups from admission until they are trained or dropped. Does not own: what is durable (the
 record), or which group does what next (the scheduler).
@@ -32,7 +32,7 @@ class Store:
             del self._groups[group_id]
 
     def write(self, *rows: Any) -> None:
-        """Rows for the record (`obs.record`'s row types): committed together with the next event."""
+        """Rows for the record (types in `obs.rows`): committed together with the next event."""
         self._rows.extend(rows)
 
     def take_rows(self) -> list[Any]:

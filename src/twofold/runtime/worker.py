@@ -253,7 +253,7 @@ class Worker:
         return Checkpointed(command=command.seq, version=self.version)
 
     def load_checkpoint(self) -> None:
-        """The newest verified checkpoint of the run, if there is one; else the weights as they are."""
+        """The newest verified checkpoint of the run; without one the weights stay as they are."""
         found = checkpoint.newest_verified(self._checkpoints)
         if found is None:
             return

@@ -1,7 +1,7 @@
 """Held-out evaluation under one version: sampled at temperature 1, and greedy.
 
 Owns: which completions are made and how they are counted. Does not own: when (the scheduler), the
-reward processes (`step/reward`, handed in as `judge`), the training samples' generator or its cache.
+reward processes (`step/reward`, handed in as `judge`), the generator of the training samples.
 """
 
 from __future__ import annotations
