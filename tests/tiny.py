@@ -1,6 +1,7 @@
 """Tiny random models and folders, so that tests of the whole path run in seconds.
 
-`tiny_spec()`, `tiny_model(seed)`, `tiny_folder(path)`, `SimpleCache`.
+`tiny_spec()`, `tiny_model(seed)`, `tiny_folder(path)`, `SimpleCache`; `FAMILIES`: what to give them
+for each family, as in `tiny_model(3, **FAMILIES["qwen2"])`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from twofold.model import weights
-from twofold.model.spec import ModelSpec
+from twofold.model.spec import ModelSpec, RopeScaling
 from twofold.model.transformer import Transformer
 
 VOCAB = 300
@@ -25,9 +26,18 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    # of the four frequencies one is kept, one interpolated, two are divided
+    "llama3": {"rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, original_context_tokens=64)},
+    "qwen2": {"family": "qwen2", "tied_embeddings": True},
+    "qwen3": {"family": "qwen3", "head_size": 16},
+}
+
 
 def tiny_spec(**changes: Any) -> ModelSpec:
-    """Two layers, width 32, 4 query heads over 2 key heads of size 8, untied."""
+    """A Llama of two layers, width 32, 4 query heads over 2 key heads of size 8, untied; or what
+    `changes` make of it."""
     spec = ModelSpec(
         vocab_size=VOCAB,
         width=32,

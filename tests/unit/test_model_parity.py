@@ -1,19 +1,22 @@
-"""The parity chain in fp32 at torch.testing's default tolerances:
+"""The parity chain of every family, in fp32 at torch.testing's default tolerances:
 transformers == prefill == decode through a cache == packed forward with a shared prompt."""
 
 import numpy as np
 import pytest
 import torch
 
-from tiny import SimpleCache, tiny_model
+from tiny import FAMILIES, SimpleCache, tiny_model, tiny_spec
 from twofold.model import weights
 from twofold.model.attention import Rows
-from twofold.model.transformer import Transformer
+from twofold.model.spec import RopeScaling
+from twofold.model.transformer import Transformer, rotary_frequencies
 
 SHAPES = {
     "grouped heads": {},
     "tied, one key head": {"tied_embeddings": True, "n_kv_heads": 1, "rope_theta": 1e5},
     "head size of its own": {"head_size": 16, "n_kv_heads": 4},
+    "linear rope": {"rope_scaling": RopeScaling("linear", 4.0)},
+    **{name: FAMILIES[name] for name in ("llama3", "qwen2", "qwen3")},
 }
 PROMPT, COMPLETIONS = 7, (5, 1, 4)
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
@@ -44,9 +47,10 @@ def sequences(device):
 
 
 def transformers_logits(model, token_ids):
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    reference = LlamaForCausalLM(LlamaConfig(**model.spec.to_hf_config())).to(model.device)
+    config = AutoConfig.for_model(**model.spec.to_hf_config())
+    reference = AutoModelForCausalLM.from_config(config).to(model.device)
     state = weights.hf_views(model)
     if model.spec.tied_embeddings:
         state["lm_head.weight"] = model.embedding
@@ -139,9 +143,10 @@ def test_packed_gradients_equal_plain_gradients(model, device):
         torch.testing.assert_close(ours[name], parameter.grad, rtol=0, atol=1e-6 * largest)
 
 
-def test_bfloat16_forward_is_near_fp32(device):
-    narrow = tiny_model(11, torch.bfloat16, device).requires_grad_(False)
-    wide = tiny_model(11, device=device).requires_grad_(False)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_forward_is_near_fp32(family, device):
+    narrow = tiny_model(11, torch.bfloat16, device, **FAMILIES[family]).requires_grad_(False)
+    wide = tiny_model(11, device=device, **FAMILIES[family]).requires_grad_(False)
     ids = sequences(device)[0]
     out = narrow(ids, Rows.whole([len(ids)], device))
     assert out.dtype == torch.bfloat16
@@ -149,12 +154,54 @@ def test_bfloat16_forward_is_near_fp32(device):
     assert (out.float() - exact).abs().max() < 0.1 * exact.abs().max()
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_do_not_depend_on_their_neighbours(dtype):
+def test_rows_do_not_depend_on_their_neighbours(family, dtype, threads):
     """The part of bit-exactness that is the decoder's own, on a CPU: a sequence's hidden states
     are the same bits alone and beside others (row counts that are multiples of 8, from 16 on)."""
-    model = tiny_model(14, dtype).requires_grad_(False)
+    model = tiny_model(14, dtype, **FAMILIES[family]).requires_grad_(False)
     ids = torch.randint(300, (48,), generator=torch.Generator().manual_seed(15))
     together = model(ids, Rows.whole([16, 8, 24]))
     assert torch.equal(together[:16], model(ids[:16], Rows.whole([16])))
     assert torch.equal(together[24:], model(ids[24:], Rows.whole([24])))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_biased_projection_are_the_same_for_any_number_of_rows(dtype, threads):
+    """F.linear with a bias at the shape of Qwen2.5-0.5B: what bit-exactness needs of torch."""
+    generator = torch.Generator().manual_seed(16)
+    weight = (torch.randn(1152, 896, generator=generator) / 30).to(dtype)
+    bias = torch.randn(1152, generator=generator).to(dtype)
+    x = torch.randn(512, 896, generator=generator).to(dtype)
+    everything = torch.nn.functional.linear(x, weight, bias)
+    for n in (16, 24, 32, 40, 72, 128, 161, 200, 256):
+        assert torch.equal(torch.nn.functional.linear(x[:n], weight, bias), everything[:n]), n
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_stretched_frequencies_of_llama_3_are_transformers(factor):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    spec = tiny_spec(head_size=128, rope_theta=5e5, rope_scaling=RopeScaling("llama3", factor))
+    expected = LlamaRotaryEmbedding(LlamaConfig(**spec.to_hf_config())).inv_freq
+    ours = rotary_frequencies(spec)
+    assert torch.equal(ours, expected)
+    ratio = rotary_frequencies(tiny_spec(head_size=128, rope_theta=5e5)) / ours
+    assert ratio[0] == 1 and ratio[-1] == factor and ((ratio > 1) & (ratio < factor)).any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exactly_gains_and_biases_have_one_dimension(family):
+    """By which the optimizer exempts them from weight decay."""
+    model = tiny_model(**FAMILIES[family])
+    for name, parameter in model.named_parameters():
+        assert (parameter.ndim == 1) == name.endswith(("norm", "bias")), name

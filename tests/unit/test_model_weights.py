@@ -1,12 +1,13 @@
 """Hugging Face folders in and out."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny import BOS, EOS, IM_START, tiny_folder, tiny_model
+from tiny import BOS, EOS, FAMILIES, IM_START, tiny_folder, tiny_model
 from twofold.model import weights
 from twofold.model.attention import Rows
 
@@ -18,32 +19,43 @@ def forward(model):
         return model(IDS, Rows.whole([len(IDS)])) @ model.head_weight.T
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_load_gives_back_what_was_written(tmp_path, tied):
-    folder = tiny_folder(tmp_path, seed=3, tied_embeddings=tied)
+def test_load_gives_back_what_was_written(tmp_path, family, tied):
+    changes = FAMILIES[family] | {"tied_embeddings": tied}
+    folder = tiny_folder(tmp_path, seed=3, **changes)
     model = weights.load_model(folder, torch.float32)
-    for name, parameter in tiny_model(3, tied_embeddings=tied).named_parameters():
+    assert model.spec == tiny_model(3, **changes).spec
+    for name, parameter in tiny_model(3, **changes).named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_saved_folder_loads_in_transformers_with_equal_logits(tmp_path, tied, dtype):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_folder_loads_in_transformers_with_equal_logits(tmp_path, family, dtype, tied):
+    """As one file, and again as shards in its place."""
     from transformers import AutoModelForCausalLM
 
-    source = tiny_folder(tmp_path / "source", seed=1, tied_embeddings=tied)
-    model = weights.load_model(source, dtype)
+    changes = FAMILIES[family] | {"tied_embeddings": tied}
+    source = tiny_folder(tmp_path / "source", seed=1, **changes)
+    model, saved = weights.load_model(source, dtype), tmp_path / "saved"
     with torch.no_grad():
         model.layers[1].down.add_(0.5)
-    weights.save_model(model, tmp_path / "saved", source)
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert reference.dtype == dtype
-    with torch.no_grad():
-        expected = reference(IDS[None]).logits[0]
-    tolerance = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
-    torch.testing.assert_close(forward(model), expected, **tolerance)
-    again = weights.load_model(tmp_path / "saved", dtype)
-    assert torch.equal(forward(again), forward(model))
+    weights.save_model(model, saved, source)
+    for shard_bytes in (0, 10_000):
+        if shard_bytes:
+            weights.write_weights(model, saved, shard_bytes)
+        assert (saved / "model.safetensors").exists() == (not shard_bytes)
+        reference, loading = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+        assert not any(loading.values())
+        assert type(reference).__name__.lower() == f"{model.spec.family}forcausallm"
+        assert reference.dtype == dtype
+        with torch.no_grad():
+            expected = reference(IDS[None]).logits[0]
+        tolerance = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+        torch.testing.assert_close(forward(model), expected, **tolerance)
+        assert torch.equal(forward(weights.load_model(saved, dtype)), forward(model))
 
 
 def test_saved_folder_keeps_tokenizer_and_config(tmp_path):
@@ -63,18 +75,67 @@ def test_saved_folder_keeps_tokenizer_and_config(tmp_path):
     assert tokenizers[1].decode(tokenizers[1](text)["input_ids"]) == text
 
 
-def test_reads_shards(tmp_path):
-    folder = tiny_folder(tmp_path, seed=5)
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    shards = {"a.safetensors": names[:9], "b.safetensors": names[9:]}
-    for shard, members in shards.items():
-        save_file({name: tensors[name] for name in members}, folder / shard)
-    places = {name: shard for shard, members in shards.items() for name in members}
-    index = {"metadata": {}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert torch.equal(forward(weights.load_model(folder, torch.float32)), forward(tiny_model(5)))
+def test_a_saved_config_has_what_the_source_lacks(tmp_path):
+    """A config of the time before transformers 5, without architectures and with defaults left
+    out; and no config at all."""
+    source = tiny_folder(tmp_path / "source", **FAMILIES["llama3"])
+    config = json.loads((source / "config.json").read_text())
+    for name in ("architectures", "rope_parameters", "head_dim"):
+        del config[name]
+    weights.write_json(source / "config.json", config)
+    model = weights.load_model(source, torch.float32)
+    weights.save_model(model, tmp_path / "saved", source)
+    (source / "config.json").unlink()
+    weights.save_model(model, tmp_path / "bare", source)
+    for folder in ("saved", "bare"):
+        saved = json.loads((tmp_path / folder / "config.json").read_text())
+        assert saved["architectures"] == ["LlamaForCausalLM"]
+        assert saved["rope_parameters"]["factor"] == saved["rope_scaling"]["factor"] == 8.0
+        assert weights.read_spec(tmp_path / folder) == model.spec
+
+
+def test_shards_hold_every_tensor_once_within_their_size(tmp_path):
+    model = tiny_model(5)
+    weights.write_weights(model, tmp_path, max_shard_bytes=20_000)
+    index = json.loads((tmp_path / weights.INDEX_FILE).read_text())
+    shards = {path.name: load_file(path) for path in tmp_path.glob("*.safetensors")}
+    n = len(shards)
+    assert n > 3 and set(shards) == {f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)}
+    sizes = [sum(t.nbytes for t in shards[name].values()) for name in sorted(shards)]
+    for size, name in zip(sizes, sorted(shards), strict=True):
+        assert size <= 20_000 or len(shards[name]) == 1  # a tensor is never cut
+    assert all(size + after > 20_000 for size, after in pairwise(sizes))  # none begun too early
+    places = {name: shard for shard, tensors in shards.items() for name in tensors}
+    assert places == index["weight_map"] and places.keys() == weights.hf_views(model).keys()
+    assert sum(len(tensors) for tensors in shards.values()) == len(places)
+    assert index["metadata"]["total_size"] == 4 * model.spec.n_parameters
+
+
+def test_a_save_replaces_what_was_there(tmp_path):
+    """Also when its files have other names: loaders would prefer or add what is left."""
+    weights.write_weights(tiny_model(5), tmp_path)
+    for shard_bytes in (20_000, 40_000, 10**9):
+        weights.write_weights(tiny_model(6), tmp_path, shard_bytes)
+        named = {"model.safetensors"}
+        if shard_bytes < 10**9:
+            index = json.loads((tmp_path / weights.INDEX_FILE).read_text())
+            named = {weights.INDEX_FILE, *index["weight_map"].values()}
+        assert {path.name for path in tmp_path.iterdir()} == named
+
+
+def test_saving_copies_no_weights(tmp_path, monkeypatch):
+    """What is handed to the writer lies in the model's own memory (on a CPU)."""
+    model = tiny_model(5, **FAMILIES["qwen2"])
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    written = []
+
+    def recorded(tensors, *args, **options):
+        written.extend(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+        save_file(tensors, *args, **options)
+
+    monkeypatch.setattr(weights, "save_file", recorded)
+    weights.write_weights(model, tmp_path)
+    assert len(written) == len(weights.hf_views(model)) and set(written) == own
 
 
 def test_stop_ids_are_the_union(tmp_path):
@@ -97,7 +158,11 @@ def rewrite(folder, change):
         (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda f: rewrite(f, lambda t: t.pop("model.norm.weight")), "lack model.norm.weight"),
-        (lambda f: rewrite(f, lambda t: t.update(odd=IDS)), "tensor odd has no place"),
+        (lambda f: rewrite(f, lambda t: t.update(odd=IDS)), "tensor odd has no place in a llama"),
+        (
+            lambda f: weights.write_weights(tiny_model(0, **FAMILIES["qwen2"]), f),
+            r"[qkv]_proj.bias has no place in a llama",
+        ),
         (
             lambda f: rewrite(f, lambda t: t.update({"lm_head.weight": torch.ones(2, 2)})),
             r"lm_head.weight has shape \[2, 2\]",

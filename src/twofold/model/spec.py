@@ -10,13 +10,69 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-_REFUSED_BIASES = ("attention_bias", "mlp_bias")
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# What a family's config.json may ask for and this decoder does not compute.
+_REFUSED = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "qwen2": ("use_sliding_window",),
+    "qwen3": ("attention_bias", "use_sliding_window"),
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How a context longer than the pretrained one stretches the rotary frequencies.
+
+    `kind` "linear": all are divided by `factor`. "llama3" (Llama 3.1 and later): those that make
+    fewer than `low_freq_factor` turns within `original_context_tokens` are divided by `factor`,
+    those that make more than `high_freq_factor` stay, between them it is interpolated.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context_tokens: int = 8192
+
+    @classmethod
+    def from_hf(cls, rope: dict[str, Any], context_tokens: int) -> RopeScaling | None:
+        """Reads `rope_scaling` or `rope_parameters`; None for plain rotary positions. ValueError
+        for another kind."""
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind == "default":
+            return None
+        if kind == "linear":
+            return cls("linear", _number(rope, "factor"))
+        if kind == "llama3":
+            return cls(
+                "llama3",
+                _number(rope, "factor"),
+                _number(rope, "low_freq_factor"),
+                _number(rope, "high_freq_factor"),
+                rope.get("original_max_position_embeddings") or context_tokens,
+            )
+        raise ValueError(f"config.json: rope_type is {kind!r}; supported: default, linear, llama3")
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `rope_scaling` of a config.json."""
+        scaling: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
+        if self.kind == "llama3":
+            scaling |= {
+                "low_freq_factor": self.low_freq_factor,
+                "high_freq_factor": self.high_freq_factor,
+                "original_max_position_embeddings": self.original_context_tokens,
+            }
+        return scaling
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder of the Llama family: grouped-query attention, rotary positions, gated feed-forward
-    with SiLU, RMS norms, no biases."""
+    """A decoder: grouped-query attention, rotary positions, gated feed-forward with SiLU, RMS
+    norms. `family` is "llama", "qwen2" or "qwen3"; what they differ in are properties here."""
 
     vocab_size: int
     width: int
@@ -30,6 +86,17 @@ class ModelSpec:
     tied_embeddings: bool
     context_tokens: int
     family: str = "llama"
+    rope_scaling: RopeScaling | None = None
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have a bias (no other projection has one)."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head's query and key are RMS-normalised before they are rotated."""
+        return self.family == "qwen3"
 
     @property
     def qkv_width(self) -> int:
@@ -39,6 +106,7 @@ class ModelSpec:
     @property
     def n_parameters(self) -> int:
         attention = self.width * (self.qkv_width + self.n_heads * self.head_size)
+        attention += self.qkv_width * self.qkv_bias + 2 * self.head_size * self.qk_norm
         layer = attention + 3 * self.width * self.ff_width + 2 * self.width
         embeddings = self.vocab_size * self.width * (1 if self.tied_embeddings else 2)
         return embeddings + self.n_layers * layer + self.width
@@ -50,31 +118,39 @@ class ModelSpec:
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelSpec:
         """Reads a parsed `config.json`. ValueError for what this decoder does not compute."""
-        _refuse_unsupported(config)
+        family = _family(config)
         n_heads = _required(config, "num_attention_heads")
         width = _required(config, "hidden_size")
+        context_tokens = config.get("max_position_embeddings", 2048)
+        # as transformers 5 does: the older field comes first
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
         return cls(
             vocab_size=_required(config, "vocab_size"),
             width=width,
             n_layers=_required(config, "num_hidden_layers"),
             n_heads=n_heads,
             n_kv_heads=config.get("num_key_value_heads") or n_heads,
-            head_size=config.get("head_dim") or width // n_heads,
+            head_size=_head_size(config, family),
             ff_width=_required(config, "intermediate_size"),
-            rope_theta=_rope_theta(config),
+            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            context_tokens=config.get("max_position_embeddings", 2048),
+            context_tokens=context_tokens,
+            family=family,
+            rope_scaling=RopeScaling.from_hf(rope, context_tokens),
         )
 
     def to_hf_config(self) -> dict[str, Any]:
         """The `config.json` that describes this decoder, without dtype and token ids.
 
-        The rotary base is written both ways: `rope_parameters` (transformers 5) and `rope_theta`.
+        Rotary positions are written twice: `rope_parameters` (transformers 5), and `rope_theta`
+        with `rope_scaling` (what came before it).
         """
+        scaling = self.rope_scaling.to_hf() if self.rope_scaling else {}
+        rope = {"rope_type": "default", "rope_theta": self.rope_theta} | scaling
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [_ARCHITECTURES[self.family]],
+            "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.width,
             "num_hidden_layers": self.n_layers,
@@ -84,13 +160,38 @@ class ModelSpec:
             "intermediate_size": self.ff_width,
             "hidden_act": "silu",
             "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_scaling": scaling or None,
+            "rope_parameters": rope,
             "rms_norm_eps": self.norm_eps,
             "tie_word_embeddings": self.tied_embeddings,
             "max_position_embeddings": self.context_tokens,
-            "attention_bias": False,
-            "mlp_bias": False,
+            **dict.fromkeys(_REFUSED[self.family], False),
         }
+
+
+def _family(config: dict[str, Any]) -> str:
+    """The decoder's family. ValueError for one, or a part of one, that is not computed here."""
+    family = config.get("model_type")
+    if family not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise ValueError(f"config.json: model_type is {family!r}; supported: {known}")
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"config.json: hidden_act is {activation!r}; only 'silu' is supported")
+    for field in ("rope_scaling", "rope_parameters"):
+        if (config.get(field) or {}).get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"config.json: {field} has a partial_rotary_factor; not supported")
+    for flag in _REFUSED[family]:
+        if config.get(flag):
+            raise ValueError(f"config.json: {flag} is true; not supported for {family} models")
+    return str(family)
+
+
+def _head_size(config: dict[str, Any], family: str) -> int:
+    if family == "qwen3":  # its head size is independent of the width
+        return _required(config, "head_dim")
+    size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return size
 
 
 def _required(config: dict[str, Any], name: str) -> int:
@@ -99,23 +200,7 @@ def _required(config: dict[str, Any], name: str) -> int:
     return int(config[name])
 
 
-def _rope_theta(config: dict[str, Any]) -> float:
-    rope = config.get("rope_parameters") or {}
-    return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-
-
-def _refuse_unsupported(config: dict[str, Any]) -> None:
-    model_type = config.get("model_type")
-    if model_type != "llama":
-        raise ValueError(f"config.json: model_type is {model_type!r}; only 'llama' is supported")
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ValueError(f"config.json: hidden_act is {activation!r}; only 'silu' is supported")
-    for bias in _REFUSED_BIASES:
-        if config.get(bias):
-            raise ValueError(f"config.json: {bias} is true; biases are not supported")
-    for field in ("rope_scaling", "rope_parameters"):
-        rope = config.get(field) or {}
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind != "default":
-            raise ValueError(f"config.json: {field} is {kind!r}; only plain rotary is supported")
+def _number(rope: dict[str, Any], name: str) -> float:
+    if not isinstance(rope.get(name), int | float):
+        raise ValueError(f"config.json: rope {name} is {rope.get(name)!r}, a number is needed")
+    return float(rope[name])

@@ -3,13 +3,17 @@
 Owns: the parameters and the forward pass over ragged rows. Does not own: which keys a row sees
 (`attention.Rows`), the output projection's use (`step.logprob`), files (`weights`).
 
-The numbers follow Hugging Face's Llama: norms in fp32, rounded to the model dtype before the gain;
+One definition serves every family: what a family has beside the common parts (biases of queries,
+keys and values; norms of queries and keys; stretched rotary frequencies) is said by `ModelSpec`.
+
+The numbers follow Hugging Face's models: norms in fp32, rounded to the model dtype before the gain;
 rotary angles in fp32. Rotation is done in fp32 and rounded once. A row's result depends on the
 other rows of the call only as far as F.linear's does.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -30,7 +34,8 @@ class LayerCaches(Protocol):
 
 class Layer(nn.Module):
     """Parameters of one decoder layer. Projections that read the same rows are stored fused (one
-    matmul instead of two or three): `qkv` = queries, keys, values; `gate_up` = gate, up."""
+    matmul instead of two or three): `qkv` = queries, keys, values; `gate_up` = gate, up. What the
+    family lacks is None. Matrices have two dimensions, gains and biases one."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str):
         super().__init__()
@@ -40,6 +45,9 @@ class Layer(nn.Module):
 
         self.attention_norm = weight(spec.width)
         self.qkv = weight(spec.qkv_width, spec.width)
+        self.qkv_bias = weight(spec.qkv_width) if spec.qkv_bias else None
+        self.q_norm = weight(spec.head_size) if spec.qk_norm else None
+        self.k_norm = weight(spec.head_size) if spec.qk_norm else None
         self.out = weight(spec.width, spec.n_heads * spec.head_size)
         self.ff_norm = weight(spec.width)
         self.gate_up = weight(2 * spec.ff_width, spec.width)
@@ -107,15 +115,19 @@ class Transformer(nn.Module):
         """q [n, heads, head_size], k and v [n, kv_heads, head_size]; q and k rotated."""
         spec = self.spec
         normed = rms_norm(hidden, layer.attention_norm, spec.norm_eps)
-        qkv = F.linear(normed, layer.qkv).unflatten(-1, (-1, spec.head_size))
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, spec.head_size))
         qk, v = qkv.split((spec.n_heads + spec.n_kv_heads, spec.n_kv_heads), dim=1)
+        if spec.qk_norm:
+            q_gain = layer.q_norm.expand(spec.n_heads, -1)
+            k_gain = layer.k_norm.expand(spec.n_kv_heads, -1)
+            qk = rms_norm(qk, torch.cat([q_gain, k_gain]), spec.norm_eps)
         q, k = rotate(qk, cos, sin).split((spec.n_heads, spec.n_kv_heads), dim=1)
         return q, k, v
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang and Sennrich, 2019), in fp32; rounded
-    to the dtype of x before the gain is applied, as Hugging Face's Llama does."""
+    to the dtype of x before the gain is applied, as Hugging Face's models do."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return gain * (wide * scale).to(x.dtype)
@@ -127,11 +139,25 @@ def rotary_tables(positions: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     Both halves of a head share the angles; the sine's first half is negated, so that `rotate` needs
     no negation.
     """
-    half = torch.arange(0, spec.head_size, 2, dtype=torch.int64, device=positions.device).float()
-    frequencies = 1.0 / (spec.rope_theta ** (half / spec.head_size))
-    angles = positions.float()[:, None] * frequencies
+    angles = positions.float()[:, None] * rotary_frequencies(spec, positions.device)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+
+
+def rotary_frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
+    """Radians per position of each pair of elements, fp32 [head_size / 2], in the order of
+    operations of Hugging Face (`RopeScaling` says what is stretched)."""
+    pair = torch.arange(0, spec.head_size, 2, dtype=torch.int64, device=device).float()
+    plain = 1.0 / (spec.rope_theta ** (pair / spec.head_size))
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    turns = scaling.original_context_tokens / (2 * math.pi / plain)
+    width = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = ((turns - scaling.low_freq_factor) / width).clamp(0, 1)
+    return (1 - kept) * plain / scaling.factor + kept * plain
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000  # Hugging Face's usual size; loaders read shard by shard
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 COPIED_FILES = (
     *VOCABULARY_FILES,
@@ -50,17 +51,25 @@ def hf_views(model: Transformer) -> dict[str, Tensor]:
         q, k, v = layer.qkv.split((heads, kv, kv))
         gate, up = layer.gate_up.split((spec.ff_width, spec.ff_width))
         parts = {
-            "input_layernorm": layer.attention_norm,
-            "self_attn.q_proj": q,
-            "self_attn.k_proj": k,
-            "self_attn.v_proj": v,
-            "self_attn.o_proj": layer.out,
-            "post_attention_layernorm": layer.ff_norm,
-            "mlp.gate_proj": gate,
-            "mlp.up_proj": up,
-            "mlp.down_proj": layer.down,
+            "input_layernorm.weight": layer.attention_norm,
+            "self_attn.q_proj.weight": q,
+            "self_attn.k_proj.weight": k,
+            "self_attn.v_proj.weight": v,
+            "self_attn.o_proj.weight": layer.out,
+            "post_attention_layernorm.weight": layer.ff_norm,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": layer.down,
         }
-        views |= {f"model.layers.{index}.{name}.weight": part for name, part in parts.items()}
+        if spec.qkv_bias:
+            biases = layer.qkv_bias.split((heads, kv, kv))
+            parts |= {f"self_attn.{x}_proj.bias": b for x, b in zip("qkv", biases, strict=True)}
+        if spec.qk_norm:
+            parts |= {
+                "self_attn.q_norm.weight": layer.q_norm,
+                "self_attn.k_norm.weight": layer.k_norm,
+            }
+        views |= {f"model.layers.{index}.{name}": part for name, part in parts.items()}
     return {name: view.detach() for name, view in views.items()}
 
 
@@ -92,7 +101,8 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
                 if target is not None:
                     _copy_checked(target, file.get_tensor(name), f"{path}: {name}")
                 elif not _ignorable(name, model.spec):
-                    raise ValueError(f"{path}: tensor {name} has no place in a Llama decoder")
+                    family = model.spec.family
+                    raise ValueError(f"{path}: tensor {name} has no place in a {family} decoder")
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{folder}: the weights lack {next(iter(missing))}{more}")
@@ -100,25 +110,57 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
 
 
 def save_model(model: Transformer, folder: Path, source_folder: Path) -> None:
-    """Writes a folder that `transformers` loads: weights in the model's dtype, config.json of
-    `source_folder` with that dtype, and its tokenizer files. config.json is written last."""
+    """Writes a folder that `transformers` and vLLM load: weights in the model's dtype, and the
+    tokenizer files and config.json of `source_folder`, with that dtype and with whatever its
+    family's config.json needs and that one lacks. config.json is written last."""
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(model, folder)
     for name in COPIED_FILES:
         if (source_folder / name).is_file():
             shutil.copyfile(source_folder / name, folder / name)
-    config = _read_json(source_folder / "config.json")
+    described = model.spec.to_hf_config()
+    config = described | _read_json(source_folder / "config.json")
+    config["architectures"] = described["architectures"]
     config.pop("torch_dtype", None)  # the name of "dtype" before transformers 5
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
 
 
-def write_weights(model: Transformer, folder: Path) -> None:
-    """Writes model.safetensors (one file whatever its size) under Hugging Face names."""
-    tensors = {name: view.cpu().contiguous() for name, view in hf_views(model).items()}
-    partial = folder / f"{WEIGHTS_FILE}.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / WEIGHTS_FILE)
+def write_weights(model: Transformer, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Writes the weights under Hugging Face names, replacing what weights `folder` has:
+    model.safetensors, or, beyond `max_shard_bytes`, shards of at most that size (a tensor is never
+    cut) and their index. On a CPU nothing is copied; from another device, one shard at a time."""
+    shards = _shards(hf_views(model), max_shard_bytes)
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [WEIGHTS_FILE]
+    for name, shard in zip(names, shards, strict=True):
+        tensors = {key: view.cpu().contiguous() for key, view in shard.items()}
+        save_file(tensors, folder / f"{name}.partial", metadata={"format": "pt"})
+    for name in names:
+        os.replace(folder / f"{name}.partial", folder / name)
+    if len(shards) > 1:
+        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total = sum(view.nbytes for shard in shards for view in shard.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_json(folder / INDEX_FILE, index)
+        names.append(INDEX_FILE)
+    for path in folder.glob("model*.safetensors*"):  # an older save's, under other names
+        if path.name not in names:
+            path.unlink()
+
+
+def _shards(views: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+    """The views in their order, a new shard begun where the last one would grow too large."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, view in views.items():
+        if shards[-1] and size + view.nbytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = view
+        size += view.nbytes
+    return shards
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
