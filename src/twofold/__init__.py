@@ -53,9 +53,11 @@ def resume(run_dir: str | os.PathLike[str], reward: Callable[..., Any] | None = 
     """Goes on with a run that was stopped or killed, from what its folder holds, with the options
     it was started with. `reward` is needed if the run was started with one. Raises ValueError when
     there is nothing to resume."""
-    from twofold.config import load_run_config
+    from pathlib import Path
 
-    line = _bind(load_run_config(run_dir).run.threads)
+    from twofold.obs.record import run_config
+
+    line = _bind(run_config(Path(run_dir)).run.threads)
     from twofold.obs.progress import Progress
     from twofold.runtime import run
 

@@ -4,7 +4,7 @@ Owns: commands, their arguments, help texts, exit codes. Does not own: options o
 or any of the work (`runtime.run`, `obs.samples`, `check`), which is imported only when it is
 needed, after the threads are bound.
 
-Exit codes: 0 done, 1 failed, 2 bad input (one line on standard error), 130 stopped by Ctrl-C, 143
+Exit codes: 0 done, 1 failed (one line on standard error), 2 bad input (one line on standard error), 130 stopped by Ctrl-C, 143
 stopped by SIGTERM.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import os
 import re
 import shutil
+import sqlite3
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -69,11 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"twofold: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # `twofold log RUN | head`: nobody reads any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (OSError, FloatingPointError, sqlite3.DatabaseError) as error:
+        if os.environ.get("TWOFOLD_TRACEBACK"):
+            raise
+        print(f"twofold: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -109,7 +115,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    threads = bind_threads(config.load_run_config(arguments.folder).run.threads)
+    from twofold.obs.record import run_config
+
+    threads = bind_threads(run_config(Path(arguments.folder)).run.threads)
     from twofold.obs.progress import Progress
     from twofold.runtime import run
 
@@ -131,12 +139,12 @@ def _eval(arguments: argparse.Namespace) -> int:
     options = _eval_options(arguments)
     threads = bind_threads(options.run.threads)
     from twofold.obs.progress import Progress
-    from twofold.runtime import run
+    from twofold.runtime import ask
 
     samples = options.run.eval_samples if arguments.samples is None else arguments.samples
     with Progress() as progress:
         progress.message(threads)
-        metrics = run.evaluate(
+        metrics = ask.evaluate(
             arguments.target, options, 0 if arguments.greedy else samples, progress
         )
     for name, value in metrics.items():
@@ -157,9 +165,9 @@ def _eval_options(arguments: argparse.Namespace) -> config.Config:
 def _generate(arguments: argparse.Namespace) -> int:
     bind_threads(0)
     from twofold.obs.samples import visible
-    from twofold.runtime import run
+    from twofold.runtime import ask
 
-    texts = run.generate(
+    texts = ask.generate(
         arguments.model,
         arguments.prompt,
         arguments.max_new_tokens,
@@ -271,8 +279,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    if not text.isdecimal() or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 2^31 - 1")
     return int(text)
 
 

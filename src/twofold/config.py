@@ -225,14 +225,6 @@ def load_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
     return config
 
 
-def load_run_config(run_dir: str | os.PathLike[str]) -> Config:
-    """The options a run was started with, out of its folder. Raises ValueError if it is none."""
-    path = Path(run_dir) / "config.toml"
-    if not path.is_file():
-        raise ValueError(f"{run_dir} is not a run folder: it has no config.toml")
-    return load_config(path)
-
-
 def from_dict(values: Mapping[str, Any]) -> Config:
     """Options from {section: {option: value}}; what is left out keeps its default. Names and types
     are checked here, ranges by `check`. Raises ValueError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 
@@ -15,3 +16,9 @@ def some_fail(
 ) -> list[float | None]:
     """As `even_sum`, but a third of the samples has no reward, decided by their tokens."""
     return [None if sum(ids) % 3 == 0 else float(sum(ids) % 2) for ids in completion_ids]
+
+
+def slow(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    """Takes longer than anybody should wait."""
+    time.sleep(45)
+    return [0.0] * len(completions)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 from tests.e2e.rewards import even_sum
 from tests.e2e.small import folder, small_config, versions
+from tests.tiny import tiny_folder
 
 from twofold.config import to_toml
 from twofold.obs.record import Record
@@ -153,3 +156,71 @@ def test_a_stop_request_ends_cleanly_and_goes_on(folder: Path, tmp_path: Path) -
     assert run.resume(tmp_path / "run", reward=even_sum).outcome == "done"
     with pytest.raises(ValueError, match="finished"):
         run.resume(tmp_path / "run", reward=even_sum)
+
+
+@pytest.mark.parametrize("what", ["model", "training prompts", "checkpoint"])
+def test_resume_with_something_else_is_refused(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tiny_folder(tmp_path / "model")
+    rows = [json.dumps({"prompt": f"old {n}", "answer": "1"}) for n in range(8)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    task = {"task__name": "jsonl", "task__path": str(tmp_path / "data.jsonl")}
+    for name, seed in (("run", 0), ("other", 1)):
+        config = small_config(own, tmp_path / name, run__checkpoint_every=1, run__seed=seed, **task)
+        with monkeypatch.context() as patch:
+            crash_at(patch, 30, before_commit=False)
+            with pytest.raises(Crash):
+                run.train(config, reward=even_sum)
+    if what == "model":
+        tiny_folder(own, seed=5)
+    elif what == "training prompts":
+        (tmp_path / "data.jsonl").write_text("\n".join(rows[1:]))
+    else:
+        shutil.rmtree(tmp_path / "run" / "checkpoints")
+        (tmp_path / "other" / "checkpoints").rename(tmp_path / "run" / "checkpoints")
+    with pytest.raises(ValueError, match=what):
+        run.resume(tmp_path / "run", reward=even_sum)
+
+
+def test_a_crash_before_the_first_event_or_while_the_model_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(folder, tmp_path / "first")
+    with monkeypatch.context() as patch:
+        crash_at(patch, 1, before_commit=True)
+        with pytest.raises(Crash):
+            run.train(config, reward=even_sum)
+    assert run.resume(tmp_path / "first", reward=even_sum).outcome == "done"
+    with Record.open(tmp_path / "first", read_only=True) as record:
+        assert list(versions(record)) == [0, 1, 2, 3, 4]
+
+    def dying(*args: Any) -> None:
+        raise Crash
+
+    config.run.dir = str(tmp_path / "last")
+    with monkeypatch.context() as patch:
+        patch.setattr(run.weights, "save_model", dying)
+        with pytest.raises(Crash):
+            run.train(config, reward=even_sum)
+    assert run.resume(tmp_path / "last", reward=even_sum).outcome == "done"
+    assert (tmp_path / "last" / "model" / "model.safetensors").is_file()
+
+
+def test_a_stop_does_not_wait_for_rewards(folder: Path, tmp_path: Path) -> None:
+    """Rewards that hang are outstanding when the run stops, and asked for again on resume."""
+    config = small_config(folder, tmp_path / "run", reward__timeout_s=60.0, task__held_out=0)
+    config.reward.function = "tests.e2e.rewards:slow"
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    command = [sys.executable, "-m", "twofold", "train", str(tmp_path / "run.toml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    asked = 0
+    while asked < 2:
+        time.sleep(0.05)
+        assert process.poll() is None
+        if (tmp_path / "run" / "record.sqlite").exists():
+            with Record.open(tmp_path / "run", read_only=True) as record:
+                asked = sum(row.command.kind == "Reward" for row in record.commands())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=15) == 143

@@ -182,17 +182,15 @@ def test_generation_and_training_share_their_storage(folder: Path, tmp_path: Pat
     """RL Fusion: the parameters that the trainer changes are those that generation reads, before
     and after an update, and a switch moves no weight."""
     config = small_config(folder, tmp_path / "run", model__dtype="bfloat16")
-    task = load_task(config.task)
-    with run._reward_pool(config, even_sum, task) as pool:
-        parts = run._Parts(config, tmp_path / "run", pool, folder, task, run.Progress(), -1)
+    with (
+        run._opened(config, tmp_path / "run", even_sum, None) as parts,
+        Record.create(tmp_path / "run", {}) as record,
+    ):
         worker = parts.worker
         before = {name: p.data_ptr() for name, p in worker.model.named_parameters()}
         assert worker.generator._model is worker.model is worker.trainer._model
-        (tmp_path / "run").mkdir()
-        with Record.create(tmp_path / "run", {"config": {}, "reward": ""}) as record:
-            parts.store.write(run.VersionRow(0, checkpoint.weights_checksum(worker.model)))
-            parts.drive(run.Scheduler(run.scheduler_spec(config)), record, run.RunStarted())
-            changed = record.checksum(0) != record.checksum(4)
+        assert parts.start(record).outcome == "done"
+        changed = record.checksum(0) != record.checksum(4)
         assert changed
         assert {name: p.data_ptr() for name, p in worker.model.named_parameters()} == before
 

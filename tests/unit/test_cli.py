@@ -27,7 +27,7 @@ SRC = Path(twofold.__file__).parents[1]
 
 
 class FakeRun(ModuleType):
-    """Stands in for `twofold.runtime.run`: notes its calls, answers `outcome`."""
+    """Stands in for `twofold.runtime.run` and `.ask`: notes its calls, answers `outcome`."""
 
     def __init__(self) -> None:
         super().__init__("twofold.runtime.run")
@@ -67,8 +67,9 @@ class FakeRun(ModuleType):
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     fake = FakeRun()
-    monkeypatch.setitem(sys.modules, "twofold.runtime.run", fake)
-    monkeypatch.setattr(twofold.runtime, "run", fake, raising=False)
+    for name in ("run", "ask"):
+        monkeypatch.setitem(sys.modules, f"twofold.runtime.{name}", fake)
+        monkeypatch.setattr(twofold.runtime, name, fake, raising=False)
     # binding this process would bind the tests that follow
     monkeypatch.setattr(cli, "bind_threads", lambda n: f"threads  {n}")
     monkeypatch.setattr(twofold, "_bind", lambda n: f"threads  {n}")
@@ -136,7 +137,8 @@ def test_an_interrupt_before_the_run_handles_it(run: FakeRun, toml: str) -> None
 def test_resume_reads_the_threads_of_the_run(
     run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.toml").write_text("[run]\nthreads = 4\n")
+    of_run = config.from_dict({"run": {"threads": 4}})
+    Record.create(tmp_path, {"config": config.to_dict(of_run)}).close()
     assert cli.main(["resume", str(tmp_path)]) == 0
     assert run.calls[0][:2] == ("resume", (str(tmp_path),))
     assert "threads  4" in capsys.readouterr().out
@@ -180,13 +182,15 @@ def test_log_and_samples_read_a_record_that_is_being_written(
 
 
 def test_the_run_takes_what_the_commands_give(tmp_path: Path, toml: str) -> None:
+    from twofold.runtime import ask
     from twofold.runtime import run as real
 
     fake = FakeRun()
-    (tmp_path / "config.toml").write_text("")
+    Record.create(tmp_path, {"config": {}}).close()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "twofold.runtime.run", fake)
-        patch.setattr(twofold.runtime, "run", fake)
+        for name in ("run", "ask"):
+            patch.setitem(sys.modules, f"twofold.runtime.{name}", fake)
+            patch.setattr(twofold.runtime, name, fake)
         patch.setattr(cli, "bind_threads", lambda n: "")
         patch.setattr(twofold, "_bind", lambda n: "")
         for words in (["train", toml], ["resume", str(tmp_path)], ["eval", "x"]):
@@ -196,7 +200,7 @@ def test_the_run_takes_what_the_commands_give(tmp_path: Path, toml: str) -> None
         twofold.resume(tmp_path)
     assert len(fake.calls) == 6
     for name, args, kwargs in fake.calls:
-        inspect.signature(vars(real)[name]).bind(*args, **kwargs)
+        inspect.signature((vars(real) | vars(ask))[name]).bind(*args, **kwargs)
 
 
 # ---------------------------------------------------------------- errors and help
@@ -211,7 +215,7 @@ def test_the_run_takes_what_the_commands_give(tmp_path: Path, toml: str) -> None
         (["train", "CONFIG", "--train.steps", "x"], "train.steps = 'x' is not a whole number"),
         (["train", "CONFIG", "--train.steps"], "train.steps needs a value"),
         (["train", "nowhere.toml"], "cannot read nowhere.toml: No such file or directory"),
-        (["resume", "nowhere"], "nowhere is not a run folder"),
+        (["resume", "nowhere"], "nowhere holds no run"),
         (["samples", "nowhere"], "nowhere"),
         (["log", "nowhere"], "nowhere"),
     ],

@@ -48,7 +48,7 @@ def test_table_from_inline_toml() -> None:
 def test_resolved_config_reads_back(toml: Path, tmp_path: Path) -> None:
     loaded = load_config(toml, ["--reward.function", 'it\'s "quoted".py:f'])
     (tmp_path / "config.toml").write_text(to_toml(loaded))
-    assert config.load_run_config(tmp_path) == loaded
+    assert load_config(tmp_path / "config.toml") == loaded
     assert from_dict(to_dict(loaded)) == loaded
 
 
@@ -172,8 +172,6 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[train]\nsteps = = 3")
     with pytest.raises(ValueError, match=r"bad\.toml is not a TOML file: .*line 2"):
         load_config(tmp_path / "bad.toml")
-    with pytest.raises(ValueError, match=r"is not a run folder: it has no config\.toml"):
-        config.load_run_config(tmp_path)
 
 
 def test_every_option_has_help_and_a_known_kind() -> None:

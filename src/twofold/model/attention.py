@@ -6,7 +6,6 @@ Does not own: the compiled CPU kernel (`attention_cpu`), the cache's allocation 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twofold.model import attention_cpu
+from twofold.model import attention_cpu, cpu_kernels
 
 
 @dataclass
@@ -75,26 +74,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     [n, heads, head_size] in that dtype. Query head h reads key head h // (heads // kv_heads).
     Differentiable in q, k and v.
     """
-    if q.device.type == "cpu" and _uses_kernel():
+    if cpu_kernels.used_for(q):
         return attention_cpu.attend_cpu(q, k, v, rows)
     return attend_eager(q, k, v, rows)
 
 
 def kernel_name() -> str:
     """What `attend` uses for tensors on the CPU, and why if it is not the compiled kernel."""
-    if _uses_kernel():
-        return "cpu kernel"
-    return f"eager: {_forced_eager() or attention_cpu.unavailable_reason()}"
-
-
-def _uses_kernel() -> bool:
-    return not _forced_eager() and attention_cpu.load() is not None
-
-
-def _forced_eager() -> str:
-    """The setting that forces the plain twin, or nothing. Read at every call: tests switch it."""
-    forced = os.environ.get("TWOFOLD_ATTENTION") == "eager"
-    return "TWOFOLD_ATTENTION=eager" if forced else ""
+    reason = cpu_kernels.why_not_used()
+    return f"eager: {reason}" if reason else "cpu kernel"
 
 
 def attend_eager(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:

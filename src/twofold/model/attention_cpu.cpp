@@ -20,7 +20,6 @@
 
 #include "attention_cpu.h"
 
-#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <new>
@@ -29,8 +28,6 @@
 // ------------------------------------------------------------------ the call
 
 extern "C" {
-
-typedef void (*Parallel)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
 
 struct View {  // [rows, heads, head_size]; strides in elements, the last one is 1
     const void* data;

@@ -1,106 +1,16 @@
-// Vectors, register-blocked products and the gathering of keys: what attention_cpu.cpp is made of.
+// Register-blocked products and the gathering of keys: what attention_cpu.cpp is made of.
 //
-// Owns: the one multiply-add loop and its order, exp2, conversion between bfloat16 and fp32.
-// Does not own: which rows and keys, softmax, threads (attention_cpu.cpp, the only file to include
-// this). Compiler vector extensions only, no intrinsics: AVX-512, AVX2 and NEON from one text.
+// Owns: the one multiply-add loop and its order. Does not own: vectors (vectors.h), which rows and
+// keys, softmax, threads (attention_cpu.cpp, the only file to include this).
 
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-#include <utility>
+#include "vectors.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int W = 16, COLUMNS = 4;  // floats in a vector; vectors in a register block's row
-#elif defined(__AVX__)
-constexpr int W = 8, COLUMNS = 2;
-#else
-constexpr int W = 4, COLUMNS = 4;
-#endif
-constexpr int ROWS = 6;        // rows of a register block: ROWS * COLUMNS accumulators
-constexpr int BLOCK = 64;      // keys in a block
-constexpr int LANES = 16;      // lanes of a sum over elements, whatever the vector width
-constexpr int LINE = 64;       // bytes in a cache line
-
-typedef float Vec __attribute__((vector_size(4 * W)));
-typedef int32_t Ints __attribute__((vector_size(4 * W)));
-typedef uint32_t Bits __attribute__((vector_size(4 * W)));
-typedef uint16_t Halves __attribute__((vector_size(2 * W)));
-typedef uint16_t BFloat16;
-
-template <class To, class From>
-inline To load_as(const From* from) {
-    To to;
-    std::memcpy(&to, from, sizeof to);
-    return to;
-}
-inline Vec load(const float* from) { return load_as<Vec>(from); }
-inline Vec load(const BFloat16* from) {
-    Bits wide = __builtin_convertvector(load_as<Halves>(from), Bits) << 16;
-    return load_as<Vec>(&wide);
-}
-inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
-inline void store(BFloat16* to, Vec x) {  // to nearest, ties to even; NaN stays NaN
-    Bits bits = load_as<Bits>(&x);
-    Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    Halves half = __builtin_convertvector(x == x ? rounded : Bits{} + 0x7fc0, Halves);
-    std::memcpy(to, &half, sizeof half);
-}
-inline Vec splat(float x) { return x - Vec{}; }  // x - 0 is x: a plain broadcast, as 0 + x is not
-inline Vec lane_numbers() {
-    Vec lanes = {};
-    for (int l = 0; l < W; l++) lanes[l] = float(l);
-    return lanes;
-}
-inline int vectors(int64_t elements) { return int((elements + W - 1) / W); }
-
-// The first `count` (<= W) elements, zeros after them.
-template <class T>
-inline Vec load_part(const T* from, int64_t count) {
-    if (count >= W) return load(from);
-    T padded[W] = {};
-    std::memcpy(padded, from, count * sizeof(T));
-    return load(padded);
-}
-template <class T>
-inline void store_part(T* to, Vec x, int64_t count) {
-    if (count >= W) return store(to, x);
-    T padded[W];
-    store(padded, x);
-    std::memcpy(to, padded, count * sizeof(T));
-}
-
-// 2^x for x <= about 0, below 2^-126 exactly 0. Relative error about 1e-7: 2^(x - round(x)) by the
-// Taylor polynomial of degree 7 (remainder 5e-9), times a power of two made in the exponent bits.
-inline Vec exp2_of(Vec x) {
-    const Vec shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    Ints in_range = x >= splat(-126.0f);
-    Vec clamped = in_range ? x : Vec{};
-    Vec shifted = clamped + shifter;
-    Vec f = clamped - (shifted - shifter);
-    Vec y = splat(1.52527338e-5f);
-    y = y * f + splat(1.54035304e-4f);
-    y = y * f + splat(1.33335581e-3f);
-    y = y * f + splat(9.61812911e-3f);
-    y = y * f + splat(5.55041087e-2f);
-    y = y * f + splat(2.40226507e-1f);
-    y = y * f + splat(6.93147181e-1f);
-    y = y * f + splat(1.0f);
-    Bits bits = load_as<Bits>(&y) + (load_as<Bits>(&shifted) << 23);
-    y = in_range ? load_as<Vec>(&bits) : Vec{};
-    return x == x ? y : x;
-}
-
-// Sum of 16 lanes, pairwise in a fixed order.
-inline float fold(const float* lanes) {
-    float sum[LANES];
-    std::memcpy(sum, lanes, sizeof sum);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int l = 0; l < half; l++) sum[l] += sum[l + half];
-    return sum[0];
-}
+constexpr int ROWS = 6;    // rows of a register block: ROWS * COLUMNS accumulators
+constexpr int BLOCK = 64;  // keys in a block
 
 // ------------------------------------------------------------------ products
 

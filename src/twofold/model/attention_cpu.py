@@ -1,40 +1,26 @@
-"""The compiled attention kernel for CPUs: built on first use, called through its plain C interface.
+"""The compiled twin of `attention.attend`: the autograd function around `attention_cpu.cpp`.
 
-Owns: finding a compiler, building `attention_cpu.cpp` into a cache, the autograd function around
-the kernel. Does not own: the arithmetic (the C++ file), what rows mean and when to use this
-(`attention`).
-
-The kernel has no OpenMP code of its own: it is handed GOMP_parallel of the runtime that torch uses,
-so there is one thread pool, whatever the compiler, and nothing to link.
+Owns: the call and what is kept for the gradients. Does not own: the arithmetic (the C++ file), what
+rows mean and when to use this (`attention`), the library (`cpu_kernels`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import shlex
-import shutil
-import subprocess
-import threading
-from ctypes import POINTER, c_int, c_int64, c_void_p
-from pathlib import Path
+from collections.abc import Callable
+from ctypes import POINTER, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 from torch import Tensor
+
+from twofold.model import cpu_kernels
 
 if TYPE_CHECKING:
     from twofold.model.attention import Rows
 
-_SOURCE = Path(__file__).with_name("attention_cpu.cpp")
-_HEADER = Path(__file__).with_name("attention_cpu.h")
-# -ffp-contract=fast: a * b + c is one rounding everywhere, so every path has the same arithmetic.
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno")
-_DTYPES = (torch.float32, torch.bfloat16)
 _PADDING = 16  # head sizes are padded to a multiple of this inside the kernel
 
 
@@ -56,104 +42,6 @@ class _Call(ctypes.Structure):
     ]
 
 
-# ------------------------------------------------------------------ building
-
-_lock = threading.Lock()
-_loaded: list[tuple[ctypes.CDLL | None, str]] = []  # one entry once tried
-
-
-def load() -> ctypes.CDLL | None:
-    """The kernel, built unless the cache has it; None when that is impossible (never an error)."""
-    return _load()[0]
-
-
-def unavailable_reason() -> str:
-    """Why `load()` is None, in one line; empty when it is not."""
-    return _load()[1]
-
-
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    with _lock:
-        if not _loaded:
-            try:
-                _loaded.append((_open(_built()), ""))
-            except (OSError, _CannotBuild) as error:
-                _loaded.append((None, str(error)))
-        return _loaded[0]
-
-
-class _CannotBuild(Exception):
-    pass
-
-
-def _compiler() -> list[str]:
-    """The command: what CXX says (it may have arguments), or the first usual name there is."""
-    asked = shlex.split(os.environ.get("CXX", ""))
-    for name in asked[:1] or ("g++", "clang++", "c++"):
-        if path := shutil.which(name):
-            return [path, *asked[1:]]
-    raise _CannotBuild(f"no C++ compiler found ({asked[0] if asked else 'g++, clang++, c++'})")
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line]
-        raise _CannotBuild(f"{command[0]} failed: {errors[0] if errors else done.stderr[:200]}")
-    return done.stdout
-
-
-def _cache_folder() -> Path:
-    cache = os.environ.get("TWOFOLD_CACHE")
-    return (Path(cache) if cache else Path.home() / ".cache" / "twofold") / "kernels"
-
-
-def _built() -> Path:
-    """Path of the shared library for this source, compiler and CPU.
-
-    The compiler's predefined macros name its version and every instruction set that -march=native
-    found, so the cache is keyed by them and the source.
-    """
-    compiler = _compiler()
-    macros = _run(*compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
-    text = [_SOURCE.read_text(), _HEADER.read_text(), *_FLAGS, *compiler, macros]
-    key = hashlib.sha256("\0".join(text).encode())
-    folder = _cache_folder()
-    library = folder / f"attention_cpu-{key.hexdigest()[:32]}.so"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):  # one process builds, the others find it done
-        if not library.exists():
-            aside = library.with_suffix(f".{os.getpid()}")
-            _run(*compiler, *_FLAGS, "-fPIC", "-shared", str(_SOURCE), "-o", str(aside))
-            aside.rename(library)
-    return library
-
-
-def _open(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    for function in (library.twofold_attention_forward, library.twofold_attention_backward):
-        function.argtypes, function.restype = [POINTER(_Call)], c_int
-    return library
-
-
-@functools.cache
-def _parallel() -> int | None:
-    """Address of GOMP_parallel in torch's OpenMP runtime (GNU's, LLVM's and Intel's all have it),
-    looked up in the dynamic linker's own order; None: no OpenMP, the kernel uses one thread."""
-    libtorch = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    for name in (None, str(libtorch)):
-        try:
-            return ctypes.cast(ctypes.CDLL(name).GOMP_parallel, c_void_p).value
-        except (OSError, AttributeError):
-            continue
-    return None
-
-
-def threads() -> int:
-    """How many threads the kernel uses: torch's, or 1 when torch has no OpenMP."""
-    return torch.get_num_threads() if _parallel() else 1
-
-
 # ------------------------------------------------------------------ calling
 
 
@@ -164,7 +52,7 @@ def attend_cpu(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
 
     The result of a row depends, to the last bit, only on its query and its keys and values in order
     of position. Gradients in q, k and v are the same in every run with the same number of threads.
-    Only with `load() is not None`.
+    Only where `cpu_kernels.load()` is not None.
     """
     q, k, v = (_readable(x) for x in (q, k, v))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -199,7 +87,11 @@ def _view(x: Tensor) -> _View:
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> _Call:
-    assert q.dtype in _DTYPES and q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
+    assert q.dtype in cpu_kernels.DTYPES and q.dtype == k.dtype == v.dtype, (
+        q.dtype,
+        k.dtype,
+        v.dtype,
+    )
     assert q.device.type == k.device.type == v.device.type == "cpu"
     n_rows, heads, head_size = q.shape
     n_key_rows, kv_heads, _ = k.shape
@@ -218,8 +110,8 @@ def _call(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> _Call:
         n_spans=len(spans),
         n_key_index=len(index),
         is_bfloat16=q.dtype == torch.bfloat16,
-        threads=threads(),
-        parallel=_parallel(),
+        threads=cpu_kernels.threads(),
+        parallel=cpu_kernels.parallel(),
         q=_view(q),
         k=_view(k),
         v=_view(v),
@@ -229,6 +121,11 @@ def _call(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> _Call:
     )
 
 
+@functools.cache
+def _kernel(name: str) -> Callable[..., int]:
+    return cpu_kernels.function(f"twofold_attention_{name}", [POINTER(_Call)])
+
+
 def _check(status: int) -> None:
     assert status != 1, "a span, key_starts or key_index points outside the rows or keys"
     if status:
@@ -236,13 +133,11 @@ def _check(status: int) -> None:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, rows: Rows, lse: Tensor | None) -> Tensor:
-    library = load()
-    assert library is not None, unavailable_reason()
     out = torch.empty(q.shape, dtype=q.dtype)
     call = _call(q, k, v, rows)
     call.out = out.data_ptr()
     call.lse = None if lse is None else lse.data_ptr()
-    _check(library.twofold_attention_forward(call))
+    _check(_kernel("forward")(call))
     return out
 
 
@@ -256,8 +151,6 @@ def _backward(
     out_grad: Tensor,
     wants_keys: bool,
 ) -> tuple[Tensor | None, ...]:
-    library = load()
-    assert library is not None, unavailable_reason()
     call = _call(q, k, v, rows)
     call.out, call.lse, call.out_grad = out.data_ptr(), lse.data_ptr(), _view(out_grad)
     q_grad = torch.empty(q.shape, dtype=q.dtype)
@@ -269,5 +162,5 @@ def _backward(
         partial = torch.empty(call.threads * 2 * k.shape[0] * k.shape[1] * padded)
         call.k_grad, call.v_grad = k_grad.data_ptr(), v_grad.data_ptr()
         call.partial = partial.data_ptr()
-    _check(library.twofold_attention_backward(call))
+    _check(_kernel("backward")(call))
     return q_grad, k_grad, v_grad

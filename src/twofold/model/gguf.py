@@ -38,9 +38,14 @@ _CONTROL_TOKEN = 3  # token_type of special tokens in GGUF
 
 def convert(path: Path, folder: Path) -> None:
     """Writes the model of the GGUF file `path` into the existing `folder`: fp32 weights (the exact
-    dequantised values), config, tokenizer with chat template. ValueError if it is no Llama decoder
-    or its tokenizer is of a kind not known here."""
-    reader = GGUFReader(path)
+    dequantised values), config, tokenizer with chat template. ValueError if the file is broken, is
+    no Llama decoder or has a tokenizer of a kind not known here."""
+    try:
+        reader = GGUFReader(path)
+    except Exception as error:  # it raises whatever numpy stumbles over
+        raise ValueError(
+            f"{path}: not a complete GGUF file ({weights.first_line(error)}); fetch it again"
+        ) from None
     spec = _spec(reader, path)
     tokenizer = _tokenizer(reader, path)
     weights.write_weights(_model(reader, spec, path), folder)

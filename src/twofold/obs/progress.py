@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from io import TextIOWrapper
 from types import TracebackType
 from typing import NamedTuple, Self, TextIO
 
@@ -51,8 +52,12 @@ class Progress:
     else one line per message, step and evaluation. `close` may be called more than once."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._console = Console(file=stream or sys.stdout, highlight=False, markup=False)
+        stream = stream or sys.stdout
+        if isinstance(stream, TextIOWrapper):  # an ASCII terminal gets "?" for what it lacks
+            stream.reconfigure(errors="replace")
+        self._console = Console(file=stream, highlight=False, markup=False)
         self._live: Live | None = None
+        self._lost = False  # what is written here arrives nowhere
         self._drawn_at = 0.0
         self._phase = self._quantum = self._shares = ""
         self._version = self._steps = 0
@@ -119,8 +124,13 @@ class Progress:
         return duration(step_s * (self._steps - self._version))
 
     def _print(self, text: str, style: str = "") -> None:
-        self._console.print(Text(text, style=style), soft_wrap=True)
-        self._draw(force=True)
+        if self._lost:
+            return
+        try:
+            self._console.print(Text(text, style=style), soft_wrap=True)
+            self._draw(force=True)
+        except OSError:  # nobody reads any more, or the disk of the log is full: the run goes on
+            self._lost, self._live = True, None
 
     def _draw(self, force: bool = False) -> None:
         now = time.monotonic()
@@ -140,13 +150,22 @@ class Progress:
 def step_line(version: int, steps: int, metrics: Metrics, eta: str) -> str:
     """A step as one line of names and numbers, for logs."""
     numbers = "  ".join(f"{c.title} {_number(metrics, c)}" for c in COLUMNS)
-    return f"step {version}/{steps}  {numbers}  ETA {eta}  | {time_shares(metrics) or '-'}"
+    shares = time_shares(metrics) or "-"
+    return f"step {version}/{steps}  {numbers}{_losses(metrics)}  ETA {eta}  | {shares}"
 
 
 def step_row(version: int, steps: int, metrics: Metrics) -> str:
-    """A step as one row below the titles of the columns; at most 80 characters wide."""
+    """A step as one row below the titles of the columns; at most 80 characters wide, or longer
+    when something was lost."""
     numbers = " ".join(_number(metrics, c).rjust(c.width) for c in COLUMNS)
-    return f"{f'{version}/{steps}':>7} {numbers}"
+    return f"{f'{version}/{steps}':>7} {numbers}{_losses(metrics)}"
+
+
+def _losses(metrics: Metrics) -> str:
+    """What did not come through in this step; empty when all did."""
+    failed, dropped = metrics.get("samples/failed", 0.0), metrics.get("groups/dropped", 0.0)
+    text = f"  {failed:.0f} rewards failed" if failed else ""
+    return text + (f"  {dropped:.0f} groups dropped" if dropped else "")
 
 
 def evaluation_line(version: int, metrics: Metrics) -> str:
@@ -154,11 +173,13 @@ def evaluation_line(version: int, metrics: Metrics) -> str:
     stderr = metrics.get("eval/pass_rate_stderr")
     margin = "" if stderr is None else f" ± {stderr:.3f}"
     length = metrics.get("eval/length")
+    n_failed = metrics.get("eval/failed", 0.0) + metrics.get("eval/greedy_failed", 0.0)
+    failed = f", {n_failed:.0f} rewards failed" if n_failed else ""
     return (
         f"held-out at version {version}: "
         f"pass rate {_rate(metrics, 'eval/pass_rate')}{margin} at temperature 1, "
         f"greedy {_rate(metrics, 'eval/greedy_pass_rate')}, "
-        f"length {'-' if length is None else f'{length:.1f}'}"
+        f"length {'-' if length is None else f'{length:.1f}'}{failed}"
     )
 
 

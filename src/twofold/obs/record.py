@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from twofold.config import Config, from_dict
 from twofold.events import Checkpoint, Command, Event, Terminal, from_json, to_json
 from twofold.obs.rows import AdvantageRow as AdvantageRow
 from twofold.obs.rows import DroppedRow as DroppedRow
@@ -297,6 +298,12 @@ class Record:
         return [MetricRow(v, name, math.nan if x is None else x) for v, name, x in rows]
 
 
+def run_config(folder: Path) -> Config:
+    """The options a run was started with. ValueError if the folder holds no run."""
+    with Record.open(folder, read_only=True) as record:
+        return from_dict(record.meta()["config"])
+
+
 # ---------------------------------------------------------------- the file and its lock
 
 
@@ -320,6 +327,10 @@ def _write_empty(path: Path, meta: dict[str, Any]) -> None:
 
 def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
+    if read_only and not os.access(path.parent, os.W_OK):
+        uri += (
+            "&immutable=1"  # a medium on which nobody, and so no writer, can make the WAL's index
+        )
     db: sqlite3.Connection | None = None
     try:
         db = sqlite3.connect(uri, uri=True, isolation_level=None)
@@ -344,7 +355,10 @@ def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
 
 def _lock(folder: Path) -> int:
     """Take the folder's lock; the kernel frees it when this process dies, however it dies."""
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error.strerror}; set run.dir") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

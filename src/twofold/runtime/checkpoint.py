@@ -35,7 +35,7 @@ def save(folder: Path, version: int, tensors: dict[str, Tensor], state: dict[str
     the version is there and verifies (written before a crash, now asked for again) it is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(f"{_TMP}*"):  # of a process that died
+    for leftover in folder.glob(f"{_TMP}{_VERSION}*"):  # of a process that died
         shutil.rmtree(leftover)
     path = folder / f"{_VERSION}{version:06d}"
     if path.exists():
@@ -63,10 +63,12 @@ def save(folder: Path, version: int, tensors: dict[str, Tensor], state: dict[str
     return path
 
 
-def newest_verified(folder: Path) -> tuple[int, Path] | None:
-    """(version, path) of the newest checkpoint whose checksums hold; broken ones are skipped with a
-    warning in the log. None: there is none."""
+def newest_verified(folder: Path, newest: int | None = None) -> tuple[int, Path] | None:
+    """(version, path) of the newest checkpoint whose checksums hold, of version `newest` at most;
+    broken ones are skipped with a warning in the log. None: there is none."""
     for version, path in reversed(_versions(folder)):
+        if newest is not None and version > newest:
+            continue
         reason = broken(path)
         if reason is None:
             return version, path
@@ -140,9 +142,8 @@ def weights_checksum(model: nn.Module) -> str:
 
 def _versions(folder: Path) -> list[tuple[int, Path]]:
     """Ascending; empty when the folder is missing."""
-    return sorted(
-        (int(path.name.removeprefix(_VERSION)), path) for path in folder.glob(f"{_VERSION}[0-9]*")
-    )
+    names = ((path, path.name.removeprefix(_VERSION)) for path in folder.glob(f"{_VERSION}*"))
+    return sorted((int(digits), path) for path, digits in names if digits.isdecimal())
 
 
 def _sha256(path: Path) -> str:

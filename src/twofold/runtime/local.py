@@ -13,13 +13,15 @@ So no decision depends on the wall clock, nor on a process that died in between.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
 from twofold.events import (
     Command,
+    Discard,
     Event,
     Generate,
     Generated,
@@ -34,6 +36,8 @@ from twofold.runtime.worker import Worker
 from twofold.sched.phase import PHASE_OF
 from twofold.step.evaluate import reward_job
 from twofold.step.reward import RewardJob, RewardPool, RewardResult
+
+_STOP_LOOK_S = 0.5  # a signal does not wake who waits for a reward: so often it looks for one
 
 
 def phase_name(command: Command) -> str:
@@ -59,12 +63,15 @@ class LocalExecutor:
         self._zero_s = self._step_start_s = 0.0
         self._queue: deque[Command] = deque()  # card commands and discards, in order of seq
         self._asked: deque[Reward] = deque()
-        self._results: dict[int, RewardResult] = {}  # reward results that are there, by seq
+        self._results: dict[int, RewardResult] = {}  # reward results that are there, by ticket
+        self._eval_tickets = itertools.count(-1, -1)
         self._last_card_seq = last_card_seq
         self._stop_reason: str | None = None
         self._stop_reported = False
-        self._phase_s: Counter[str] = Counter()  # seconds per phase since the last update
-        self._step_tokens = 0
+        self._phase_s: defaultdict[str, float] = defaultdict(
+            float
+        )  # seconds per phase since the last update
+        self._step_tokens = self._step_dropped = 0
         self.on_command: Callable[[Command], None] = lambda command: None
         self.on_quantum: Callable[[int, float], None] = lambda unfinished, tokens_per_s: None
 
@@ -102,17 +109,19 @@ class LocalExecutor:
         return self._stop_reason is not None
 
     def _next_event(self) -> Event:
-        if self._stop_reason is not None and not self._stop_reported:
-            self._stop_reported = True
-            return StopRequested(reason=self._stop_reason)
-        if not self._deterministic:
-            self._collect(block=False)
-        if self._reward_due():
-            return self._rewarded()
-        if self._queue:
-            return self._run(self._queue.popleft())
-        assert self._asked, "nothing to run and nothing to wait for"
-        return self._wait_for_reward()
+        while True:
+            if self._stop_reason is not None and not self._stop_reported:
+                self._stop_reported = True
+                return StopRequested(reason=self._stop_reason)
+            self._collect(0.0)
+            wanted = self._wanted_reward()
+            if wanted is not None and wanted.seq in self._results:
+                return self._rewarded(wanted)
+            # who asked for a stop does not wait for rewards: they are asked for again on resume
+            if self._queue and (wanted is None or self._stop_reported):
+                return self._run(self._queue.popleft())
+            assert self._asked, "nothing to run and nothing to wait for"
+            self._collect(_STOP_LOOK_S)
 
     # ------------------------------------------------------------ cards
 
@@ -122,6 +131,7 @@ class LocalExecutor:
         if command.cards:
             self._last_card_seq = command.seq
         self._phase_s[phase_name(command)] += event.seconds
+        self._step_dropped += isinstance(command, Discard)
         if isinstance(command, Generate) and isinstance(event, Generated):
             self._step_tokens += event.n_tokens
             tokens_per_s = event.n_tokens / max(event.seconds, 1e-9)
@@ -135,34 +145,26 @@ class LocalExecutor:
         times["time/step_s"] = step_s
         times["time/wait"] = max(0.0, step_s - sum(self._phase_s.values()))
         times["tokens_per_s"] = self._step_tokens / step_s
+        times["groups/dropped"] = float(self._step_dropped)
         self._store.write(*(MetricRow(version, name, value) for name, value in times.items()))
-        self._step_start_s, self._step_tokens = now_s, 0
+        self._step_start_s, self._step_tokens, self._step_dropped = now_s, 0, 0
         self._phase_s.clear()
 
     # ------------------------------------------------------------ rewards
 
-    def _collect(self, block: bool) -> None:
-        for result in self._pool.poll(timeout_s=None if block else 0.0):
+    def _collect(self, timeout_s: float) -> None:
+        for result in self._pool.poll(timeout_s):
             self._results[result.ticket] = result
 
-    def _reward_due(self) -> bool:
-        if not self._asked:
-            return False
-        if self._deterministic:
-            return self._last_card_seq > self._asked[0].seq
-        return any(command.seq in self._results for command in self._asked)
+    def _wanted_reward(self) -> Reward | None:
+        """The reward whose turn it is; only with `deterministic` it may not be there yet."""
+        if not self._deterministic:
+            return next((asked for asked in self._asked if asked.seq in self._results), None)
+        first = self._asked[0] if self._asked else None
+        due = first is not None and (self._last_card_seq > first.seq or not self._queue)
+        return first if due else None
 
-    def _wait_for_reward(self) -> Event:
-        first = self._asked[0].seq
-        while not (first in self._results if self._deterministic else self._reward_due()):
-            self._collect(block=True)
-        return self._rewarded()
-
-    def _rewarded(self) -> Rewarded:
-        if self._deterministic:
-            while self._asked[0].seq not in self._results:
-                self._collect(block=True)
-        command = next(command for command in self._asked if command.seq in self._results)
+    def _rewarded(self, command: Reward) -> Rewarded:
         self._asked.remove(command)
         result = self._results.pop(command.seq)
         group = self._store[command.group_id]
@@ -181,12 +183,14 @@ class LocalExecutor:
             cause=next((cause for cause in result.failures if cause), ""),
         )
 
-    def judge(self, jobs: list[RewardJob]) -> list[RewardResult]:
-        """Rewards for an evaluation, waited for. Its tickets are negative: the samples in training
-        have theirs, and may arrive meanwhile."""
-        for i, job in enumerate(jobs):
-            self._pool.submit(-1 - i, job)
-        tickets = [-1 - i for i in range(len(jobs))]
+    def judge(self, jobs: list[RewardJob]) -> list[RewardResult] | None:
+        """Rewards for an evaluation, waited for; None when a stop was asked for meanwhile. Its
+        tickets are negative and never used twice: those of training arrive in between."""
+        tickets = [next(self._eval_tickets) for _ in jobs]
+        for ticket, job in zip(tickets, jobs, strict=True):
+            self._pool.submit(ticket, job)
         while any(ticket not in self._results for ticket in tickets):
-            self._collect(block=True)
+            if self.stopped():
+                return None
+            self._collect(_STOP_LOOK_S)
         return [self._results.pop(ticket) for ticket in tickets]

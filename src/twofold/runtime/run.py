@@ -1,4 +1,4 @@
-"""The commands that run something: train, resume, evaluate, generate.
+"""The commands that train: a new run, and one that is resumed.
 
 Owns: putting the parts together for one process and one card, and the run folder. Does not own: the
 loop (`runtime/loop`), decisions (`sched`), the step (`step`).
@@ -12,22 +12,23 @@ RUN/  config.toml        the resolved options
 
 from __future__ import annotations
 
-import re
+import hashlib
+import json
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from twofold import __version__
-from twofold.config import Config, check, from_dict, load_run_config, to_dict, to_toml
+from twofold.config import Config, check, from_dict, to_dict, to_toml
 from twofold.events import Command, Event, Resumed, RunStarted
 from twofold.model import attention, resolve, weights
-from twofold.model.transformer import Transformer
 from twofold.obs.progress import Progress
 from twofold.obs.record import MetricRow, Record, VersionRow
 from twofold.obs.tensorboard import TensorBoard
@@ -37,15 +38,8 @@ from twofold.runtime.loop import drive
 from twofold.runtime.store import Store
 from twofold.runtime.worker import Worker
 from twofold.sched.scheduler import Scheduler, SchedulerSpec
-from twofold.step import evaluate as evaluation
-from twofold.step.evaluate import EvalSet
-from twofold.step.generate import Generator
-from twofold.step.prompts import decode_completion, encode_prompt
 from twofold.step.reward import RewardPool
-from twofold.step.sampling import Sampling
-from twofold.step.train import load_weights
 from twofold.tasks.load import Task, load_task
-from twofold.types import Group, Prompt, Sample, SampleId
 
 
 @dataclass(frozen=True)
@@ -69,13 +63,12 @@ def train(
     """
     check(config)
     run_dir = _new_run_dir(config)
-    with _opened(config, run_dir, reward, progress) as parts:
-        run_dir.mkdir(parents=True)
+    with (
+        _opened(config, run_dir, reward, progress) as parts,
+        Record.create(run_dir, _meta(config, reward, parts)) as record,
+    ):
         (run_dir / "config.toml").write_text(to_toml(config))
-        with Record.create(run_dir, _meta(config, reward)) as record:
-            checksum = checkpoint.weights_checksum(parts.worker.model)
-            parts.store.write(VersionRow(0, checksum))
-            return parts.drive(Scheduler(scheduler_spec(config)), record, RunStarted())
+        return parts.start(record)
 
 
 def resume(
@@ -86,7 +79,8 @@ def resume(
     """Takes up a run where its record ends: the newest verified checkpoint is loaded, the recorded
     batches after it are trained again, unfinished samples go on from their recorded tokens.
 
-    Raises ValueError when there is no run, it is finished, or another process has it.
+    Raises ValueError when there is no run, it is finished, another process has it, or the model,
+    the data or the checkpoint are not those of the run.
     """
     run_dir = Path(run_dir)
     with Record.open(run_dir) as record:
@@ -98,15 +92,21 @@ def resume(
                 f"twofold.resume({str(run_dir)!r}, reward=...)"
             )
         scheduler = Scheduler(scheduler_spec(config))
-        last_s = 0.0
+        last_s = None
         for _, last_s, event in record.events():
             scheduler.handle(event, last_s)
-        if scheduler.outcome == "done":
+        exported = (run_dir / "model" / "config.json").is_file() or not config.run.save_model
+        if scheduler.outcome == "done" and exported:
             raise ValueError(f"{run_dir}: the run is finished ({scheduler.version} steps)")
         ended = (row.command for row in record.commands() if row.ended_by is not None)
         last_card_seq = max((command.seq for command in ended if command.cards), default=-1)
         with _opened(config, run_dir, reward, progress, last_card_seq) as parts:
+            parts.check_same(meta)
+            if last_s is None:  # it died before its first event
+                return parts.start(record)
             parts.redo(record, scheduler.version)
+            if scheduler.outcome == "done":  # it died while the model was written
+                return parts.finish(scheduler)
             return parts.drive(scheduler, record, Resumed(epoch=record.epoch() + 1), last_s)
 
 
@@ -151,6 +151,7 @@ class _Parts:
             last_card_seq=last_card_seq,
         )
         self._folder = folder
+        self._task = task
         self.worker = self.executor.worker = Worker(
             config,
             folder,
@@ -159,29 +160,68 @@ class _Parts:
             self.store,
             self.executor.judge,
             self.executor.stopped,
-            _device(config),
+            choose_device(config),
         )
         self.executor.on_quantum = progress.quantum
         self.executor.on_command = lambda command: progress.phase(phase_name(command))
 
+    def start(self, record: Record) -> RunResult:
+        """A run from its first event on."""
+        self.store.write(VersionRow(0, checkpoint.weights_checksum(self.worker.model)))
+        return self.drive(Scheduler(scheduler_spec(self.config)), record, RunStarted())
+
     def drive(
         self, scheduler: Scheduler, record: Record, first: Event, start_s: float = 0.0
     ) -> RunResult:
-        tensorboard = TensorBoard(self.run_dir) if self.config.run.tensorboard else None
-        watched = _Watched(record, self.progress, tensorboard, self.config.train.steps)
-        with _stop_signals(self.executor.stop, self.progress):
+        with stop_signals(self.executor.stop, self.progress), _Watched(self, record) as watched:
             self.executor.begin(start_s)
             drive(scheduler, self.executor, watched, first, start_s)
-        if tensorboard is not None:
-            tensorboard.close()
+            return self.finish(scheduler)
+
+    def finish(self, scheduler: Scheduler) -> RunResult:
         if scheduler.outcome == "done" and self.config.run.save_model:
             weights.save_model(self.worker.model, self.run_dir / "model", self._folder)
             self.progress.message(f"model    {self.run_dir / 'model'} (a Hugging Face folder)")
         return RunResult(scheduler.outcome, self.run_dir, scheduler.version)
 
+    def fingerprint(self) -> dict[str, Any]:
+        """What bit-exactness depends on beside the options."""
+        return {
+            "twofold": __version__,
+            "torch": torch.__version__,
+            "device": str(self.worker.model.device),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+            "attention": attention.kernel_name(),
+        }
+
+    def data_digest(self) -> str:
+        """sha256 of the training prompts with their columns, in order."""
+        digest = hashlib.sha256()
+        for prompt in self._task.train:
+            digest.update(json.dumps([prompt.content, prompt.columns], sort_keys=True).encode())
+        return digest.hexdigest()
+
+    def check_same(self, meta: dict[str, Any]) -> None:
+        """Refuses other data; says when machine or build are others than those of the record."""
+        if meta["data"] != self.data_digest():
+            raise ValueError(
+                f"{self.run_dir}: the training prompts are not those the run was started with; "
+                "restore the data, or start a new run"
+            )
+        now = self.fingerprint()
+        for name, then in meta["fingerprint"].items():
+            if then != now[name]:
+                self.progress.message(
+                    f"resume   {name} was {then}, is {now[name]}: steps that are trained again may "
+                    "differ in bits from the recorded ones"
+                )
+
     def redo(self, record: Record, version: int) -> None:
         """Brings card and store to where the record ends."""
-        self.worker.load_checkpoint()
+        self._require_same_weights(record)
+        self.worker.load_checkpoint(newest=version)
+        self._require_same_weights(record)
         self.progress.message(f"resume   checkpoint of version {self.worker.version}")
         while groups := record.trained_groups(self.worker.version):
             self.progress.message(f"resume   step {self.worker.version + 1} is trained again")
@@ -189,31 +229,47 @@ class _Parts:
             if self.worker.version == version:
                 break  # trained but not published: the outstanding Publish does it
             self.worker.publish(self.worker.version + 1)
-            self._compare(record)
+            if not self._same_weights(record):
+                self.progress.message(
+                    f"resume   version {self.worker.version} differs in bits from the recorded "
+                    "one; the run goes on from these weights"
+                )
         assert self.worker.version == version, f"at {self.worker.version}, record at {version}"
         for group in record.live_groups():
             self.store.add(group)
             self.worker.generator.admit([group])
 
-    def _compare(self, record: Record) -> None:
-        checksum = checkpoint.weights_checksum(self.worker.model)
-        if checksum != record.checksum(self.worker.version):
-            self.progress.message(
-                f"resume   version {self.worker.version} differs in bits from the recorded one "
-                "(another machine, build or thread count); the run goes on from these weights"
+    def _same_weights(self, record: Record) -> bool:
+        now = checkpoint.weights_checksum(self.worker.model)
+        return now == record.checksum(self.worker.version)
+
+    def _require_same_weights(self, record: Record) -> None:
+        """Weights that were read, not computed, are equal on every machine."""
+        if not self._same_weights(record):
+            what = f"the checkpoint of version {self.worker.version}"
+            if self.worker.version == 0:
+                what = f"model.name = {self.config.model.name!r}"
+            raise ValueError(
+                f"{self.run_dir}: {what} does not hold the weights that the run had; restore them, "
+                "or start a new run"
             )
 
 
 class _Watched:
     """The record, and those who look on while it is written."""
 
-    def __init__(
-        self, record: Record, progress: Progress, tensorboard: TensorBoard | None, steps: int
-    ) -> None:
+    def __init__(self, parts: _Parts, record: Record) -> None:
         self._record = record
-        self._progress = progress
-        self._tensorboard = tensorboard
-        self._steps = steps
+        self._progress = parts.progress
+        self._steps = parts.config.train.steps
+        self._tensorboard = TensorBoard(parts.run_dir) if parts.config.run.tensorboard else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def commit(self, now_s: float, event: Event, commands: list[Command], rows: list[Any]) -> None:
         self._record.commit(now_s, event, commands, rows)
@@ -231,97 +287,8 @@ class _Watched:
             self._tensorboard.scalars(version, metrics)
 
 
-def evaluate(
-    target: str, config: Config, samples: int, progress: Progress | None = None
-) -> dict[str, float]:
-    """Held-out pass rates of a model, a run, or a run's version (RUN@STEP) on `config.task`;
-    `samples` completions a prompt at temperature 1, 0 for greedy alone."""
-    model, tokenizer_folder, version = _load_target(target, config)
-    task = load_task(config.task)
-    if not task.held_out:
-        raise ValueError("task.held_out = 0: there is nothing to evaluate on")
-    tokenizer = weights.load_tokenizer(tokenizer_folder)
-    system_prompt = config.task.system_prompt
-    ids = [encode_prompt(prompt, tokenizer, system_prompt) for prompt in task.held_out]
-    with _reward_pool(config, None, task) as pool:
-        pool.check(task.columns)
-        executor = LocalExecutor(pool, Store(), deterministic=False)
-        with _stop_signals(executor.stop, progress or Progress()):
-            metrics = evaluation.evaluate(
-                model,
-                tokenizer,
-                EvalSet(task.held_out, ids),
-                executor.judge,
-                Sampling(
-                    max_new_tokens=config.rollout.max_new_tokens,
-                    stop_ids=weights.stop_ids(tokenizer_folder),
-                ),
-                version=version,
-                n_samples=samples,
-                seed=config.run.seed,
-                max_running_samples=config.rollout.max_running_samples,
-                kv_block_tokens=config.rollout.kv_block_tokens,
-                stopped=executor.stopped,
-            )
-    if metrics is None:
-        raise KeyboardInterrupt
-    return metrics
-
-
-def generate(
-    model: str, prompt: str, max_new_tokens: int, temperature: float, seed: int, n: int
-) -> list[str]:
-    """`n` answers to one user message; temperature 0 is greedy."""
-    loaded, folder, version = _load_target(model, Config())
-    tokenizer = weights.load_tokenizer(folder)
-    chat = tokenizer.chat_template is not None
-    asked = Prompt([{"role": "user", "content": prompt}] if chat else prompt)
-    sampling = Sampling(
-        temperature=temperature or 1.0,
-        greedy=temperature == 0,
-        max_new_tokens=max_new_tokens,
-        stop_ids=weights.stop_ids(folder),
-    )
-    generator = Generator(
-        loaded,
-        sampling,
-        seed=seed,
-        stream="generate",
-        max_running_samples=n,
-        kv_cache_tokens=0,
-        kv_block_tokens=Config().rollout.kv_block_tokens,
-    )
-    samples = [Sample(SampleId(0, i)) for i in range(n)]
-    generator.admit([Group(0, asked, encode_prompt(asked, tokenizer), version, version, samples)])
-    while generator.unfinished:
-        generator.run(max_decode_steps=64)
-    return [decode_completion(tokenizer, s.token_ids, sampling.stop_ids) for s in samples]
-
-
-def _load_target(target: str, config: Config) -> tuple[Transformer, Path, int]:
-    """The model that MODEL, RUN or RUN@STEP names, the folder of its tokenizer, its version. A RUN
-    without a step is its trained model, or its newest checkpoint."""
-    device = _device(config)
-    name, _, step = target.rpartition("@") if re.search(r"@\d+$", target) else (target, "", "")
-    run_dir = Path(name)
-    if not (run_dir / "record.sqlite").is_file():
-        folder, _ = resolve.resolve(target)
-        return weights.load_model(folder, getattr(torch, config.model.dtype), device), folder, 0
-    run_config = load_run_config(run_dir)
-    dtype = getattr(torch, run_config.model.dtype)
-    if not step and (run_dir / "model" / "config.json").is_file():
-        return weights.load_model(run_dir / "model", dtype, device), run_dir / "model", 0
-    folder, _ = resolve.resolve(run_config.model.name)
-    model = weights.load_model(folder, dtype, device)
-    if step == "0":
-        return model, folder, 0
-    version, tensors = checkpoint.find(run_dir / "checkpoints", int(step) if step else None)
-    load_weights(model, tensors)
-    return model, folder, version
-
-
 @contextmanager
-def _reward_pool(
+def reward_pool(
     config: Config, reward: Callable[..., Any] | None, task: Task
 ) -> Iterator[RewardPool]:
     """Reward processes; gone when it closes."""
@@ -352,13 +319,14 @@ def _opened(
         progress.message(chosen)
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
-        device = _device(config)
+        device = choose_device(config)
         progress.message(
             f"device   {device}, {torch.get_num_threads()} threads, {config.model.dtype}, "
             f"attention: {attention.kernel_name()}"
         )
-        with _reward_pool(config, reward, task) as pool:
+        with reward_pool(config, reward, task) as pool:
             parts = _Parts(config, run_dir, pool, folder, task, progress, last_card_seq)
+            weights.check_tokenizer(parts.worker.tokenizer, parts.worker.model.spec, folder)
             pool.check(task.columns)  # its processes have started while the model was loaded
             progress.message(f"run      {run_dir}")
             yield parts
@@ -367,7 +335,7 @@ def _opened(
 
 
 @contextmanager
-def _stop_signals(stop: Callable[[str], None], progress: Progress) -> Iterator[None]:
+def stop_signals(stop: Callable[[str], None], progress: Progress) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM ends the run cleanly; a second Ctrl-C interrupts at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals belong to the main thread: a caller in another thread handles them
@@ -377,6 +345,7 @@ def _stop_signals(stop: Callable[[str], None], progress: Progress) -> Iterator[N
         stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
         progress.message("stopping after what runs now; Ctrl-C again to interrupt")
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -386,37 +355,44 @@ def _stop_signals(stop: Callable[[str], None], progress: Progress) -> Iterator[N
             signal.signal(number, handler)
 
 
-def _device(config: Config) -> torch.device:
-    if config.run.device != "auto":
-        return torch.device(config.run.device)
+def choose_device(config: Config) -> torch.device:
+    """`run.device`; auto: the accelerator that torch finds, else the CPU. ValueError if there is
+    none such."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator or torch.device("cpu")
+    wanted = config.run.device
+    if wanted == "auto":
+        return accelerator or torch.device("cpu")
+    if wanted.partition(":")[0] not in ("cpu", accelerator.type if accelerator else "cpu"):
+        there = "cpu" if accelerator is None else f"cpu and {accelerator.type}"
+        raise ValueError(f"run.device = {wanted!r}: torch finds {there}; take auto or one of these")
+    return torch.device(wanted)
 
 
 def _new_run_dir(config: Config) -> Path:
+    """Where the run will be written. Nothing is made here."""
     if config.run.dir:
         run_dir = Path(config.run.dir)
+        if run_dir.exists() and not run_dir.is_dir():
+            raise ValueError(f"run.dir = {str(run_dir)!r} is a file; name another place")
         if run_dir.exists() and any(run_dir.iterdir()):
             raise ValueError(
                 f"run.dir = {str(run_dir)!r} is not empty; resume it with `twofold resume "
                 f"{run_dir}`, or name another folder"
             )
-        return run_dir
-    n = 1
-    while (run_dir := Path("runs") / f"{config.run.name}-{n}").exists():
-        n += 1
+    else:
+        n = 1
+        while (run_dir := Path("runs") / f"{config.run.name}-{n}").exists():
+            n += 1
+    parent = next(folder for folder in run_dir.absolute().parents if folder.exists())
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"run.dir: {parent} is not writable; name another place")
     return run_dir
 
 
-def _meta(config: Config, reward: Callable[..., Any] | None) -> dict[str, Any]:
+def _meta(config: Config, reward: Callable[..., Any] | None, parts: _Parts) -> dict[str, Any]:
     return {
         "config": to_dict(config),
         "reward": "" if reward is None else getattr(reward, "__qualname__", repr(reward)),
-        "fingerprint": {
-            "twofold": __version__,
-            "torch": torch.__version__,
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-            "attention": attention.kernel_name(),
-        },
+        "data": parts.data_digest(),
+        "fingerprint": parts.fingerprint(),
     }

@@ -110,8 +110,8 @@ class Worker:
             kv_block_tokens=rollout.kv_block_tokens,
         )
         self._source = PromptSource(task.train, seed=config.run.seed)
-        held_out = task.held_out
-        self._eval_set = EvalSet(held_out, [self._encode(prompt) for prompt in held_out])
+        self._prompt_ids = [self._encode(prompt) for prompt in task.train]
+        self._eval_set = EvalSet(task.held_out, [self._encode(prompt) for prompt in task.held_out])
         self._checkpoints = run_dir / "checkpoints"
 
     def execute(self, command: Command) -> Terminal:
@@ -144,16 +144,23 @@ class Worker:
     # ------------------------------------------------------------ generation
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return encode_prompt(prompt, self.tokenizer, self.config.task.system_prompt)
+        """The prompt's token ids. ValueError when it leaves no room for the longest completion:
+        all prompts are encoded before the run begins, so that none fails in its middle."""
+        ids = encode_prompt(prompt, self.tokenizer, self.config.task.system_prompt)
+        try:
+            self.generator.check_fits(Group(0, prompt, ids, 0, 0))
+        except ValueError as error:
+            raise ValueError(f"{error} (prompt: {str(prompt.content)[:60]!r}...)") from None
+        return ids
 
     def _generate(self, command: Generate) -> Generated:
         assert command.version == self.version, f"{command} on a card at version {self.version}"
         for group_id, start_version, deadline in command.admit:
             prompt = self._source.prompt(group_id)
+            ids = self._prompt_ids[self._source.item(group_id)]
             samples = [
                 Sample(SampleId(group_id, index)) for index in range(self.config.rollout.group_size)
             ]
-            ids = self._encode(prompt)
             group = Group(group_id, prompt, ids, start_version, deadline, samples)
             self._store.add(group)
             row = GroupRow(group_id, prompt, ids, start_version, deadline, len(samples))
@@ -252,9 +259,10 @@ class Worker:
         checkpoint.prune(self._checkpoints, self.config.run.keep_checkpoints)
         return Checkpointed(command=command.seq, version=self.version)
 
-    def load_checkpoint(self) -> None:
-        """The newest verified checkpoint of the run; without one the weights stay as they are."""
-        found = checkpoint.newest_verified(self._checkpoints)
+    def load_checkpoint(self, newest: int) -> None:
+        """The newest verified checkpoint of the run, of version `newest` at most; without one the
+        weights stay as they are."""
+        found = checkpoint.newest_verified(self._checkpoints, newest)
         if found is None:
             return
         version, path = found

@@ -17,7 +17,8 @@ from twofold.step.reward import RewardJob, RewardResult
 from twofold.step.sampling import Sampling
 from twofold.types import Group, Prompt, Sample, SampleId
 
-Judge = Callable[[list[RewardJob]], list[RewardResult]]
+Judge = Callable[[list[RewardJob]], list[RewardResult] | None]
+"""One result per job, waited for; None: a stop was asked for meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def evaluate(
 
     Sampling noise is keyed by (seed, "eval", prompt, sample), so two versions are compared on the
     same draws. `eval/pass_rate_stderr` is the standard error over all samples, counted as
-    independent. Failed rewards are left out, and counted in `eval/failed`.
+    independent. Failed rewards are left out, and counted in `eval/failed`. The same names with
+    `eval/greedy_` are of the greedy completions.
     """
     metrics: dict[str, float] = {}
     plain = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -74,8 +76,10 @@ def evaluate(
                 return None
             generator.run(max_decode_steps=16)
         generator.release()
-        jobs = [reward_job(group, tokenizer, sampling.stop_ids) for group in groups]
-        metrics |= _count(judge(jobs), groups, greedy)
+        results = judge([reward_job(group, tokenizer, sampling.stop_ids) for group in groups])
+        if results is None:
+            return None
+        metrics |= _count(results, groups, greedy)
     return metrics
 
 
@@ -93,15 +97,17 @@ def reward_job(group: Group, tokenizer: object, stop_ids: tuple[int, ...]) -> Re
 
 
 def _count(results: list[RewardResult], groups: list[Group], greedy: bool) -> dict[str, float]:
+    """Without a single reward there is no pass rate, rather than one of 0."""
+    prefix = "eval/greedy_" if greedy else "eval/"
     rewards = [reward for result in results for reward in result.rewards if reward is not None]
     n_asked = sum(len(group.samples) for group in groups)
-    rate = sum(reward >= 1 for reward in rewards) / max(1, len(rewards))
-    if greedy:
-        return {"eval/greedy_pass_rate": rate}
     n_tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
-    return {
-        "eval/pass_rate": rate,
-        "eval/pass_rate_stderr": math.sqrt(rate * (1 - rate) / max(1, len(rewards))),
-        "eval/length": n_tokens / n_asked,
-        "eval/failed": float(n_asked - len(rewards)),
+    metrics = {
+        f"{prefix}length": n_tokens / n_asked,
+        f"{prefix}failed": float(n_asked - len(rewards)),
     }
+    if rewards:
+        rate = sum(reward >= 1 for reward in rewards) / len(rewards)
+        error = math.sqrt(rate * (1 - rate) / len(rewards))
+        metrics |= {f"{prefix}pass_rate": rate, f"{prefix}pass_rate_stderr": error}
+    return metrics

@@ -77,6 +77,10 @@ class Generator:
         """Samples running or waiting."""
         return int(self._lanes.running.sum()) + self._lanes.n_waiting
 
+    def check_fits(self, group: Group) -> None:
+        """ValueError when a sample of this group could not be finished even alone."""
+        self._lanes.check_fits(group)
+
     def admit(self, groups: Iterable[Group]) -> None:
         """The groups' unfinished samples wait for a lane, with whatever tokens they already have.
         ValueError, and nothing admitted, when one could not be finished."""

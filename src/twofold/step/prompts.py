@@ -38,9 +38,13 @@ class PromptSource:
         return len(self._prompts)
 
     def prompt(self, group_id: int) -> Prompt:
+        return self._prompts[self.item(group_id)]
+
+    def item(self, group_id: int) -> int:
+        """Which of the prompts the group asks."""
         assert group_id >= 0, group_id
         epoch, place = divmod(group_id, len(self._prompts))
-        return self._prompts[self._order(epoch)[place]]
+        return self._order(epoch)[place]
 
     def _order(self, epoch: int) -> list[int]:
         if epoch not in self._orders:

@@ -8,6 +8,9 @@ becomes of a failed sample (`sched`). Importable without torch.
     submit(ticket, job) ------> queue -> idle worker ---------> function(prompts, completions, ...)
     poll() <- results <-------- reply, end of file, deadline <- rewards or what went wrong
 
+What a function returns or raises, and that it takes too long, is final. That its process died (no
+memory left, a signal, a crash in C) is no verdict on the completions: the call is made once more.
+
 A thread of the pool hands out jobs and enforces limits, so that both go on while the caller is busy
 generating or training. Everything waits by wake-up: the thread for replies, new jobs and the
 nearest deadline, the caller for results (a pool has a `fileno`, so
@@ -28,7 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +42,9 @@ from twofold.types import Prompt
 START_LIMIT_S = 120.0
 """A worker that has not imported its reward by then is given up: rewards may import much, even
 torch or a model, but a hung import must become an error."""
+
+EXIT_LIMIT_S = 2.0
+"""A worker that ends closes its connection first; it is given this long to leave its exit code."""
 
 # the child gets the parent's import path first, so that both find the same code
 _BOOT = (
@@ -75,7 +81,8 @@ class RewardPool:
     `reward`: a built-in's name, "module:function", "file.py:function", or a Python callable (sent
     by reference where it can be imported, else by value: lambdas, notebook cells).
     `timeout_s`: a call that takes longer is killed with all it started, and its samples fail.
-    `log_path`: where prints and tracebacks of the reward go, up to 1 MiB; None: nowhere.
+    `log_path`: where prints and tracebacks of the reward go, up to 1 MiB; None: nowhere. The file is
+    made when there is something to write, and its folder too if the folder's parent is there.
 
     Results come in the order in which calls end, exactly one for each submitted job. Raises
     ValueError when a callable cannot be sent.
@@ -97,7 +104,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._setup = {
             "reward": reward if isinstance(reward, str) else None,
-            "log": None if log_path is None else str(log_path),
+            "log": None if log_path is None else str(log_path.absolute()),
             "cpus": sorted(usable_cpus()),  # the caller's thread may be bound to one of them
         }
         self._pickled = None if isinstance(reward, str) else _pickle(reward)
@@ -229,7 +236,7 @@ class RewardPool:
         try:
             reply = json.loads(worker.connection.recv_bytes())
         except (EOFError, OSError, ValueError):
-            self._remove(worker, f"reward worker died ({worker.kill()})")
+            self._remove(worker, f"reward worker died ({worker.how_it_ended()})", died=True)
             return
         if worker.ready:
             self._finish(worker, reply)
@@ -247,22 +254,31 @@ class RewardPool:
             cause = f"loading the reward took longer than {START_LIMIT_S:g} s"
         self._remove(worker, cause)
 
-    def _remove(self, worker: _Worker, cause: str) -> None:
+    def _remove(self, worker: _Worker, cause: str, died: bool = False) -> None:
         worker.kill()
         self._workers.remove(worker)
         if worker.call is not None:
-            self._finish(worker, {"error": cause})
+            self._fail(worker.call, cause, time.monotonic() - worker.assigned_at, died)
         elif not worker.ready:
-            self._start_failed(cause)
+            self._start_failed(cause, died)
         # else it died idle, and no job is worse off
 
-    def _start_failed(self, cause: str) -> None:
+    def _start_failed(self, cause: str, died: bool = False) -> None:
         self._start_error = cause
         self._first_start.set()
         with self._lock:
             failed = self._jobs.popleft() if self._jobs else None
         if failed is not None:  # so a start that never works ends, one job after the other
-            self._deliver(failed, {"error": cause}, 0.0)
+            self._fail(failed, cause, 0.0, died)
+
+    def _fail(self, call: _Call, cause: str, seconds: float, died: bool) -> None:
+        if died and call.first_death is None:
+            with self._lock:
+                self._jobs.appendleft(call._replace(first_death=cause))
+            return
+        if died:
+            cause = f"{call.first_death}, and on the second try: {cause}"
+        self._deliver(call, {"error": cause}, seconds)
 
     def _finish(self, worker: _Worker, reply: dict[str, Any]) -> None:
         assert worker.call is not None
@@ -286,6 +302,7 @@ class _Call(NamedTuple):
     ticket: int
     n: int  # completions
     arguments: bytes  # pickled in `submit`, so that what cannot be pickled is refused there
+    first_death: str | None = None  # what became of the worker that had this call before
 
 
 @dataclass
@@ -299,7 +316,6 @@ class _Worker:
     ready: bool = False  # has loaded the reward
     call: _Call | None = None
     assigned_at: float = 0.0
-    _killed: str | None = field(default=None, repr=False)
 
     @staticmethod
     def start(setup: dict[str, Any], pickled: bytes | None) -> _Worker:
@@ -338,17 +354,23 @@ class _Worker:
         with contextlib.suppress(ConnectionError):  # it died: reading will tell
             self.connection.send_bytes(call.arguments)
 
-    def kill(self) -> str:
-        """Ends the whole group; says how the worker itself had ended. May be called twice."""
-        if self._killed is None:
-            # the group cannot have passed to somebody else: its leader is not waited for yet
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            code = self.process.wait()
-            self.connection.close()
-            os.close(self.lifeline)
-            self._killed = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return self._killed
+    def how_it_ended(self) -> str:
+        """How the process ended by itself; to be asked before `kill`, which would be the answer."""
+        try:
+            code = self.process.wait(EXIT_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return "it closed its connection"
+        names = {-number: number.name for number in signal.Signals}
+        return f"exit code {code}" if code >= 0 else names.get(code, f"signal {-code}")
+
+    def kill(self) -> None:
+        """Ends the whole group."""
+        # the group's number cannot have passed to somebody else: the watchdog is in it till the end
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+        os.close(self.lifeline)
 
 
 def call_arguments(job: RewardJob) -> dict[str, Any]:

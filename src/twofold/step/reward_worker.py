@@ -9,6 +9,7 @@ replacement of a killed worker, so nothing heavy is imported here.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import math
@@ -21,6 +22,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from twofold.tasks.rewards import RewardFunction, resolve_reward
+
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 LOG_BYTES = 1 << 20
 """Rewards may print this much into the pool's log; the rest is read and dropped."""
@@ -45,7 +48,7 @@ def main(setup: dict[str, Any]) -> None:
         function = _function(setup["reward"], connection)
         _reply(connection, {"ready": _parameters(function)})
     except BaseException as error:
-        traceback.print_exc()
+        _print_exception()
         _reply(connection, {"error": describe(error)})
         return
     while True:
@@ -63,23 +66,27 @@ def judge(function: RewardFunction, pickled: bytes) -> dict[str, Any]:
         arguments = pickle.loads(pickled)
         n = len(arguments["completions"])
         returned: Any = function(**arguments)
-        try:
-            values = list(returned)  # lists, arrays and tensors alike
-        except TypeError:
+        values = _listed(returned)
+        if values is None:
             kind = type(returned).__name__
             return {"error": f"reward returned {kind} instead of a list of {n} numbers"}
         if len(values) != n:
             return {"error": f"reward returned {len(values)} values for {n} completions"}
         judged = [_number(value) for value in values]
     except BaseException as error:  # sys.exit() in a reward ends the call, not the worker
-        traceback.print_exc()
+        _print_exception()
         return {"error": describe(error)}
     return {"rewards": [reward for reward, _ in judged], "failures": [why for _, why in judged]}
 
 
 def describe(error: BaseException) -> str:
     """One line: type, message, and where it was raised unless that is in this package."""
-    message = " ".join(str(error).split())[:300]
+    try:
+        message = " ".join(str(error).split())[:300]
+    except BaseException:  # the reward's own class may do anything
+        message = ""
+    # nobody could print or store half a surrogate pair
+    message = message.encode(errors="backslashreplace").decode()
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     files = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
     files = [(file, line) for file, line in files if "importlib" not in file]
@@ -89,18 +96,36 @@ def describe(error: BaseException) -> str:
     return f"{text} ({os.path.basename(files[-1][0])}:{files[-1][1]})"
 
 
+def _listed(returned: Any) -> list[Any] | None:
+    """The entries of a list, a tuple, or an array or tensor (by their `tolist`), None for anything
+    else: a set has no order, a dict or text would give keys or letters, an iterator may not end."""
+    if isinstance(returned, list | tuple):
+        return list(returned)
+    try:
+        values = returned.tolist()
+    except AttributeError:
+        return None
+    return values if isinstance(values, list) else None
+
+
 def _number(value: Any) -> tuple[float | None, str | None]:
     """(reward, None) or (None, why there is none)."""
     if value is None:
         return None, "reward returned None"
     if isinstance(value, str):
         return None, f"reward returned text {value[:40]!r} instead of a number"
+    if isinstance(value, bytes | bytearray):  # float() would read them as text
+        return None, f"reward returned {type(value).__name__} instead of a number"
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except OverflowError:
+        return None, "reward is beyond float32"
+    except (TypeError, ValueError):
         return None, f"reward returned {type(value).__name__} instead of a number"
     if not math.isfinite(number):
         return None, f"reward returned {number}"
+    if abs(number) > FLOAT32_MAX:
+        return None, f"reward {number:g} is beyond float32"
     return number, None
 
 
@@ -123,6 +148,11 @@ def _parameters(function: RewardFunction) -> dict[str, Any] | None:
         "takes": [p.name for p in named],
         "takes_all": any(p.kind is p.VAR_KEYWORD for p in parameters),
     }
+
+
+def _print_exception() -> None:
+    with contextlib.suppress(BaseException):  # the reward may have closed or replaced stderr
+        traceback.print_exc()
 
 
 def _reply(connection: Connection, body: dict[str, Any]) -> None:
@@ -160,10 +190,15 @@ def _watch(lifeline: int, output: int | None, log: str | None) -> None:
         os.read(lifeline, 1)
     else:
         assert output is not None
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         while lifeline not in wait([lifeline, output]):
             printed = os.read(output, 1 << 16)
-            room = LOG_BYTES - os.fstat(file).st_size
-            if room > 0:
-                os.write(file, printed[:room])
+            with contextlib.suppress(OSError):  # no folder, a full disk: the run goes on without
+                _append(log, printed)
     os.killpg(0, signal.SIGKILL)
+
+
+def _append(log: str, printed: bytes) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(os.path.dirname(log))
+    with open(log, "ab", buffering=0) as file:
+        file.write(printed[: max(0, LOG_BYTES - os.fstat(file.fileno()).st_size)])

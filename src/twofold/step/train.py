@@ -349,7 +349,7 @@ def _batch_metrics(groups: list[Group], version: int) -> dict[str, float]:
     lengths = [len(sample.token_ids) for sample in valid]
     staleness = version - np.concatenate([sample.versions for sample in valid])
     return metrics | {
-        "reward/mean": statistics.fmean(rewards),
+        "reward/mean": statistics.mean(rewards),  # exact: a sum of floats may overflow
         "reward/std": statistics.pstdev(rewards),
         "pass_rate": sum(reward >= 1 for reward in rewards) / len(rewards),
         "length/mean": statistics.fmean(lengths),

@@ -13,6 +13,8 @@ from twofold.types import Prompt
 
 # what a reward is called with besides the columns
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
+# rows are written as JSON and pickled later, which fails where Python's stack ends (1000 calls)
+MAX_NESTING = 200
 
 
 def jsonl_prompts(path: str, prompt_column: str) -> list[Prompt]:
@@ -55,6 +57,10 @@ def _row(line: str, prompt_column: str) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
+    except RecursionError:
+        row = None
+    if row is None or _deeper_than(MAX_NESTING, row):
+        raise ValueError(f"lists or objects in each other deeper than {MAX_NESTING}; flatten them")
     if not isinstance(row, dict):
         raise ValueError(f"a row is a JSON object, not {type(row).__name__}")
     if prompt_column not in row:
@@ -68,8 +74,16 @@ def _row(line: str, prompt_column: str) -> dict[str, Any]:
     return row
 
 
+def _deeper_than(levels: int, value: Any) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper_than(levels - 1, item) for item in inner)
+
+
 def _check_prompt(prompt: Any, column: str) -> None:
     if isinstance(prompt, str) and prompt:
+        _check_text(prompt, column)
         return
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(f"column {column!r} must be text or a list of chat messages, not empty")
@@ -83,3 +97,16 @@ def _check_prompt(prompt: Any, column: str) -> None:
                 f'column {column!r}: a chat message is {{"role": text, "content": text}}, '
                 f"not {json.dumps(message)[:80]}"
             )
+        for text in message.values():
+            _check_text(text, column)
+
+
+def _check_text(text: str, column: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(
+            f"column {column!r}: character {error.start + 1} is {half}, half of a surrogate pair "
+            "and no text; remove it"
+        ) from None

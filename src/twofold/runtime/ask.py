@@ -1,0 +1,119 @@
+"""The commands that use a model without training it: evaluate, generate.
+
+Owns: what MODEL, RUN and RUN@STEP name, and putting the parts together. Does not own: training runs
+(`runtime/run`), how completions are made and counted (`step`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from twofold.config import Config
+from twofold.model import resolve, weights
+from twofold.model.transformer import Transformer
+from twofold.obs.progress import Progress
+from twofold.obs.record import run_config
+from twofold.runtime import checkpoint
+from twofold.runtime.local import LocalExecutor
+from twofold.runtime.run import choose_device, reward_pool, stop_signals
+from twofold.runtime.store import Store
+from twofold.step import evaluate as evaluation
+from twofold.step.evaluate import EvalSet
+from twofold.step.generate import Generator
+from twofold.step.prompts import decode_completion, encode_prompt
+from twofold.step.sampling import Sampling
+from twofold.step.train import load_weights
+from twofold.tasks.load import load_task
+from twofold.types import Group, Prompt, Sample, SampleId
+
+
+def evaluate(
+    target: str, config: Config, samples: int, progress: Progress | None = None
+) -> dict[str, float]:
+    """Held-out pass rates of a model, a run, or a run's version (RUN@STEP) on `config.task`;
+    `samples` completions a prompt at temperature 1, 0 for greedy alone."""
+    model, tokenizer_folder, version = _load_target(target, config)
+    task = load_task(config.task)
+    if not task.held_out:
+        raise ValueError("task.held_out = 0: there is nothing to evaluate on")
+    tokenizer = weights.load_tokenizer(tokenizer_folder)
+    system_prompt = config.task.system_prompt
+    ids = [encode_prompt(prompt, tokenizer, system_prompt) for prompt in task.held_out]
+    with reward_pool(config, None, task) as pool:
+        pool.check(task.columns)
+        executor = LocalExecutor(pool, Store(), deterministic=False)
+        with stop_signals(executor.stop, progress or Progress()):
+            metrics = evaluation.evaluate(
+                model,
+                tokenizer,
+                EvalSet(task.held_out, ids),
+                executor.judge,
+                Sampling(
+                    max_new_tokens=config.rollout.max_new_tokens,
+                    stop_ids=weights.stop_ids(tokenizer_folder),
+                ),
+                version=version,
+                n_samples=samples,
+                seed=config.run.seed,
+                max_running_samples=config.rollout.max_running_samples,
+                kv_block_tokens=config.rollout.kv_block_tokens,
+                stopped=executor.stopped,
+            )
+    if metrics is None:
+        raise KeyboardInterrupt
+    return metrics
+
+
+def generate(
+    model: str, prompt: str, max_new_tokens: int, temperature: float, seed: int, n: int
+) -> list[str]:
+    """`n` answers to one user message; temperature 0 is greedy."""
+    loaded, folder, version = _load_target(model, Config())
+    tokenizer = weights.load_tokenizer(folder)
+    chat = tokenizer.chat_template is not None
+    asked = Prompt([{"role": "user", "content": prompt}] if chat else prompt)
+    sampling = Sampling(
+        temperature=temperature or 1.0,
+        greedy=temperature == 0,
+        max_new_tokens=max_new_tokens,
+        stop_ids=weights.stop_ids(folder),
+    )
+    generator = Generator(
+        loaded,
+        sampling,
+        seed=seed,
+        stream="generate",
+        max_running_samples=n,
+        kv_cache_tokens=0,
+        kv_block_tokens=Config().rollout.kv_block_tokens,
+    )
+    samples = [Sample(SampleId(0, i)) for i in range(n)]
+    generator.admit([Group(0, asked, encode_prompt(asked, tokenizer), version, version, samples)])
+    while generator.unfinished:
+        generator.run(max_decode_steps=64)
+    return [decode_completion(tokenizer, s.token_ids, sampling.stop_ids) for s in samples]
+
+
+def _load_target(target: str, config: Config) -> tuple[Transformer, Path, int]:
+    """The model that MODEL, RUN or RUN@STEP names, the folder of its tokenizer, its version. A RUN
+    without a step is its trained model, or its newest checkpoint."""
+    device = choose_device(config)
+    name, _, step = target.rpartition("@") if re.search(r"@\d+$", target) else (target, "", "")
+    run_dir = Path(name)
+    if not (run_dir / "record.sqlite").is_file():
+        folder, _ = resolve.resolve(target)
+        return weights.load_model(folder, getattr(torch, config.model.dtype), device), folder, 0
+    options = run_config(run_dir)
+    dtype = getattr(torch, options.model.dtype)
+    if not step and (run_dir / "model" / "config.json").is_file():
+        return weights.load_model(run_dir / "model", dtype, device), run_dir / "model", 0
+    folder, _ = resolve.resolve(options.model.name)
+    model = weights.load_model(folder, dtype, device)
+    if step == "0":
+        return model, folder, 0
+    version, tensors = checkpoint.find(run_dir / "checkpoints", int(step) if step else None)
+    load_weights(model, tensors)
+    return model, folder, version
