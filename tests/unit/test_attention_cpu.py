@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twofold.model import attention_cpu
+from twofold.model import cpu_kernels
 from twofold.model.attention import Rows
 from twofold.model.attention_cpu import attend_cpu
 
@@ -30,8 +30,8 @@ SHAPES = [  # heads, kv_heads, head_size
 
 @pytest.fixture(autouse=True)
 def _seeded(seed: int) -> None:
-    if attention_cpu.load() is None:
-        pytest.skip(attention_cpu.unavailable_reason())
+    if cpu_kernels.load() is None:
+        pytest.skip(cpu_kernels.unavailable_reason())
     torch.manual_seed(seed)
 
 
@@ -244,51 +244,3 @@ def test_there_is_one_openmp_runtime() -> None:
     loaded = {line.split()[-1] for line in maps.read_text().splitlines()}
     runtimes = {p for p in loaded if Path(p).name.startswith(("libgomp", "libomp", "libiomp"))}
     assert len(runtimes) == 1, runtimes
-
-
-# ------------------------------------------------------------------ building
-
-
-@pytest.fixture
-def _not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(attention_cpu, "_loaded", [])
-    monkeypatch.setenv("TWOFOLD_CACHE", str(tmp_path / "cache"))
-
-
-def fake_compiler(folder: Path, script: str) -> str:
-    path = folder / "compiler"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.mark.usefixtures("_not_loaded")
-def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "")
-    assert attention_cpu.load() is None
-    assert "no C++ compiler found" in attention_cpu.unavailable_reason()
-
-
-@pytest.mark.usefixtures("_not_loaded")
-def test_a_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = 'case "$*" in *-shared*) echo "fatal error: no header" >&2; exit 1;; esac'
-    monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
-    assert attention_cpu.load() is None
-    assert "fatal error: no header" in attention_cpu.unavailable_reason()
-    assert list((tmp_path / "cache").rglob("*.so")) == []
-
-
-@pytest.mark.usefixtures("_not_loaded")
-def test_the_cache_is_keyed_by_what_the_compiler_targets(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    builds = tmp_path / "builds"
-    build = f'for last; do :; done; echo x | tee -a {builds} > "$last"'
-    script = f'case "$*" in *-shared*) {build};; *) echo "$TARGET";; esac'
-    monkeypatch.setenv("CXX", fake_compiler(tmp_path, script) + " -some-flag")
-    monkeypatch.setenv("TARGET", "one")
-    first = attention_cpu._built()
-    assert attention_cpu._built() == first and builds.read_text() == "x\n"
-    monkeypatch.setenv("TARGET", "two")
-    assert attention_cpu._built() != first and builds.read_text() == "x\nx\n"

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -171,20 +172,32 @@ class Tied(nn.Module):
         self.scale = nn.Parameter(torch.tensor(2.0))
 
 
-def test_weights_checksum_sees_every_bit() -> None:
-    model = Tied()
-    digest = hashlib.sha256()
-    for name, parameter in (("b.weight", model.b.weight), ("scale", model.scale)):
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
-        digest.update(bytes(parameter.detach().reshape(-1).view(torch.uint8).tolist()))
-    assert checkpoint.weights_checksum(model) == digest.hexdigest()
-    assert checkpoint.weights_checksum(Tied()) == digest.hexdigest()
+def naive_checksum(model: nn.Module) -> str:
+    """The definition, in Python's integers."""
+    names, sums = [], []
+    for name, parameter in sorted(model.named_parameters()):
+        names.append(f"{name} {parameter.dtype} {tuple(parameter.shape)}")
+        raw = bytes(parameter.detach().reshape(-1).view(torch.uint8).tolist())
+        raw += bytes(-len(raw) % 8192)
+        words = struct.unpack(f"<{len(raw) // 8}q", raw)
+        rows = [words[i : i + 1024] for i in range(0, len(words), 1024)]
+        columns = list(zip(*rows, strict=True))
+        for totals in (columns, rows):
+            weighted = sum((2 * i + 1) * sum(part) for i, part in enumerate(totals))
+            sums.append(weighted % 2**64)
+    digest = hashlib.sha256("\n".join(names).encode())
+    digest.update(struct.pack(f"<{len(sums)}Q", *sums))
+    return digest.hexdigest()
 
-    checksums = {digest.hexdigest(), checkpoint.weights_checksum(Tied(torch.float32))}
+
+def test_weights_checksum_sees_every_change() -> None:
+    assert checkpoint.weights_checksum(Tied()) == naive_checksum(Tied())
+    big = nn.Linear(130, 70)  # more than one row of words
+    assert checkpoint.weights_checksum(big) == naive_checksum(big)
+
+    changed = [Tied(), Tied(torch.float32), Tied(), Tied(), Tied()]
     with torch.no_grad():
-        model.a.weight.view(torch.int16)[3, 2] ^= 1  # the last bit of the last weight
-    checksums.add(checkpoint.weights_checksum(model))
-    model = Tied()
-    model.a.weight = nn.Parameter(model.a.weight.detach().reshape(3, 4))  # same bytes, other shape
-    checksums.add(checkpoint.weights_checksum(model))
-    assert len(checksums) == 4
+        changed[2].a.weight.view(torch.int16)[3, 2] ^= 1  # the last bit of the last weight
+        changed[3].a.weight[[0, 3]] = changed[3].a.weight[[3, 0]]  # two rows exchanged
+    changed[4].a.weight = nn.Parameter(changed[4].a.weight.detach().reshape(3, 4))  # other shape
+    assert len({checkpoint.weights_checksum(model) for model in changed}) == 5

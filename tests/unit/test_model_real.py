@@ -28,6 +28,6 @@ def test_real_model_answers_and_equals_transformers(monkeypatch):
     with torch.no_grad():
         expected = reference(out[None]).logits[0]
         for attention, tolerance in (("eager", {}), ("", {"rtol": 0, "atol": 1e-3})):
-            monkeypatch.setenv("TWOFOLD_ATTENTION", attention)
+            monkeypatch.setenv("TWOFOLD_KERNELS", attention)
             logits = model(out, Rows.whole([len(out)])) @ model.head_weight.T
             torch.testing.assert_close(logits, expected, **tolerance)

@@ -125,6 +125,20 @@ def test_unknown_gguf_tokenizer_is_refused(tmp_path):
         resolve.resolve(str(file))
 
 
+@pytest.mark.parametrize("kept", [0, 4, 4000, -10])
+def test_a_cut_gguf_is_refused_by_name(tmp_path, kept):
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_model(21))
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"tiny\.gguf: not a complete GGUF file") as error:
+        resolve.resolve(str(file))
+    assert "\n" not in str(error.value)
+
+
+def test_a_home_that_is_nobodys_is_not_found():
+    with pytest.raises(ValueError, match="'~nobody-of-that-name/x' not found"):
+        resolve.resolve("~nobody-of-that-name/x")
+
+
 def test_local_folder_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_folder(tmp_path / resolve.BUILT_IN)

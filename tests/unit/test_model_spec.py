@@ -106,6 +106,20 @@ def test_known_models_have_their_known_sizes(config, head_size, n_parameters):
     assert spec.kv_bytes_per_token(2) == layers * 2 * kv_heads * head_size * 2
 
 
+def test_what_may_be_left_out_is():
+    left_out = ("num_key_value_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings")
+    spec = ModelSpec.from_hf_config({k: x for k, x in SMOLLM2_135M.items() if k not in left_out})
+    assert (spec.n_kv_heads, spec.rope_theta, spec.norm_eps, spec.context_tokens) == (
+        9,
+        10_000.0,
+        1e-6,
+        2048,
+    )
+    null = {"num_key_value_heads": None, "head_dim": None, "rope_theta": None}
+    spec = ModelSpec.from_hf_config(SMOLLM2_135M | null)
+    assert (spec.n_kv_heads, spec.head_size, spec.rope_theta) == (9, 64, 10_000.0)
+
+
 def test_rope_scaling_of_llama_3():
     scaling = ModelSpec.from_hf_config(LLAMA_3_2_1B).rope_scaling
     assert scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
@@ -141,6 +155,29 @@ def test_theta_of_transformers_5_and_4():
         (SMOLLM2_135M, {"hidden_act": "gelu"}, "'gelu'"),
         (SMOLLM2_135M, {"hidden_size": None}, "hidden_size"),
         (QWEN3_0_6B, {"head_dim": None}, "head_dim"),
+        (SMOLLM2_135M, {"model_type": ["llama"]}, r"model_type is \['llama'\]"),
+        (SMOLLM2_135M, {"vocab_size": -1}, "vocab_size is -1, a whole number above 0"),
+        (SMOLLM2_135M, {"vocab_size": 0}, "vocab_size is 0"),
+        (SMOLLM2_135M, {"vocab_size": True}, "vocab_size is True"),
+        (SMOLLM2_135M, {"num_hidden_layers": -2}, "num_hidden_layers is -2"),
+        (SMOLLM2_135M, {"num_attention_heads": 0}, "num_attention_heads is 0"),
+        (SMOLLM2_135M, {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        (
+            SMOLLM2_135M,
+            {"num_key_value_heads": 2},
+            r"is 9, a multiple of num_key_value_heads \(2\)",
+        ),
+        (SMOLLM2_135M, {"num_key_value_heads": 18}, r"is 9, a multiple of num_key_value_heads \("),
+        (SMOLLM2_135M, {"max_position_embeddings": None}, "max_position_embeddings is None"),
+        (SMOLLM2_135M, {"intermediate_size": 1.5}, "intermediate_size is 1.5"),
+        (SMOLLM2_135M, {"head_dim": 63}, "heads of size 63 .* an even number"),
+        (SMOLLM2_135M, {"hidden_size": 9 * 63}, "heads of size 63 .* an even number"),
+        (SMOLLM2_135M, {"hidden_size": 577}, r"hidden_size is 577, a multiple of .* \(9\)"),
+        (SMOLLM2_135M, {"rope_theta": "1e4"}, "rope_theta is '1e4', a number above 0"),
+        (SMOLLM2_135M, {"rope_theta": 0}, "rope_theta is 0"),
+        (SMOLLM2_135M, {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        (SMOLLM2_135M, {"rope_scaling": [8.0]}, r"rope_scaling is \[8.0\]"),
+        (LLAMA_3_2_1B, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
     ],
 )
 def test_what_is_not_computed_is_refused(config, change, named):

@@ -11,6 +11,7 @@ from tiny import BOS, EOS, FAMILIES, IM_START, tiny_folder, tiny_model
 from twofold.model import weights
 from twofold.model.attention import Rows
 
+NORM = "model.norm.weight"
 IDS = torch.tensor([5, 17, 250, 3, 99])
 
 
@@ -151,6 +152,20 @@ def rewrite(folder, change):
     save_file(tensors, folder / "model.safetensors")
 
 
+def cut(folder, name, n_bytes):
+    (folder / name).write_bytes((folder / name).read_bytes()[:n_bytes])
+
+
+def indexed(folder, index):
+    weights.write_weights(tiny_model(), folder, 20_000)
+    (folder / weights.INDEX_FILE).write_text(json.dumps(index))
+
+
+def configured(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    weights.write_json(folder / "config.json", config | changes)
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -167,6 +182,37 @@ def rewrite(folder, change):
             lambda f: rewrite(f, lambda t: t.update({"lm_head.weight": torch.ones(2, 2)})),
             r"lm_head.weight has shape \[2, 2\]",
         ),
+        (lambda f: cut(f, "model.safetensors", 0), "model.safetensors: not a complete safetensors"),
+        (lambda f: cut(f, "model.safetensors", 40), "model.safetensors: not a complete"),
+        (lambda f: cut(f, "model.safetensors", -4), "model.safetensors: not a complete"),
+        (lambda f: indexed(f, {}), "index.json: weight_map must be an object"),
+        (lambda f: indexed(f, []), "index.json: a JSON object is needed, not list"),
+        (
+            lambda f: indexed(f, {"weight_map": ["model.safetensors"]}),
+            "index.json: weight_map must",
+        ),
+        (
+            lambda f: indexed(f, {"weight_map": {"lm_head.weight": 1}}),
+            "index.json: weight_map must",
+        ),
+        (
+            lambda f: indexed(f, {"weight_map": {"lm_head.weight": "a.safetensors"}}),
+            "a.safetensors is missing .named by model.safetensors.index.json",
+        ),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json: a JSON object is needed"),
+        (lambda f: (f / "config.json").write_text("{}"), "config.json: model_type is None"),
+        (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json: not valid JSON"),
+        (lambda f: (f / "config.json").write_bytes(b'{"a": "\xff"}'), "config.json: not UTF-8"),
+        (lambda f: configured(f, vocab_size=-1), "config.json: vocab_size is -1"),
+        (lambda f: configured(f, quantization_config={}), "config.json: quantised weights"),
+        (
+            lambda f: rewrite(f, lambda t: t.update({NORM: t[NORM].to(torch.int8)})),
+            "model.norm.weight holds I8, and quantised",
+        ),
+        (
+            lambda f: rewrite(f, lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})),
+            "model.norm.weight holds F8_E4M3, .* take a float16, bfloat16",
+        ),
     ],
 )
 def test_incomplete_folders_are_refused_by_name(tmp_path, damage, named):
@@ -182,3 +228,41 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
     (tiny_folder(tmp_path) / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="no tokenizer"):
         weights.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", ""),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"version": "1.0", "added_tokens": [], "model": {"type": "none"}}'),
+        ("tokenizer_config.json", "[1]"),
+    ],
+)
+def test_a_broken_tokenizer_is_refused_in_one_line(tmp_path, name, content):
+    (tiny_folder(tmp_path) / name).write_text(content)
+    with pytest.raises(ValueError, match=r"the tokenizer's files cannot be read .* fetch") as error:
+        weights.load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+    folder = tiny_folder(tmp_path)
+    tokenizer, spec = weights.load_tokenizer(folder), weights.read_spec(folder)
+    weights.check_tokenizer(tokenizer, spec, folder)  # fewer tokens than rows are usual
+    while len(tokenizer) < spec.vocab_size:
+        tokenizer.add_tokens([f"<{len(tokenizer)}>"])
+    weights.check_tokenizer(tokenizer, spec, folder)
+    tokenizer.add_tokens(["<more>"])
+    named = f"token '<more>' has id {spec.vocab_size}, but config.json's vocab_size is"
+    with pytest.raises(ValueError, match=named) as error:
+        weights.check_tokenizer(tokenizer, spec, folder)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_stop_ids_that_are_none_are_refused(tmp_path):
+    folder = tiny_folder(tmp_path)
+    weights.write_json(folder / "generation_config.json", {"eos_token_id": "<|im_end|>"})
+    with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id is '<\|im_end\|>'"):
+        weights.stop_ids(folder)

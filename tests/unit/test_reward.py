@@ -22,6 +22,10 @@ OWN = """
 import os, subprocess, sys, time
 import json
 
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
 def reward(prompts, completions, completion_ids=None, **columns):
     text = completions[0][-1]["content"]
     n = len(completions)
@@ -33,6 +37,24 @@ def reward(prompts, completions, completion_ids=None, **columns):
         sys.exit(2)
     if text == "die":
         os._exit(3)
+    if text == "unreadable":
+        raise Unreadable
+    if text == "half":
+        raise KeyError("\\ud800")
+    if text == "closed":
+        os.closerange(0, 256)
+        time.sleep(0.1)
+        os._exit(7)
+    if text == "closed and on":
+        os.closerange(0, 256)
+    if text == "signal":
+        os.kill(os.getpid(), 40)
+    if text.startswith("once "):
+        file = text[5:]
+        first = not os.path.exists(file)
+        open(file, "a").write(f"{os.getpid()}\\n")
+        if first:
+            time.sleep(60)
     if text == "none":
         return [None, 1.0]
     if text == "nan":
@@ -50,7 +72,7 @@ def reward(prompts, completions, completion_ids=None, **columns):
         time.sleep(60)
     if text.startswith("orphan "):
         child = os.fork() or time.sleep(60) or os._exit(0)
-        open(text[7:], "w").write(f"{child}\\n")
+        open(text[7:], "a").write(f"{child}\\n")
         os._exit(4)
     if text == "print":
         for _ in range(40):
@@ -126,12 +148,16 @@ def pool(own):
         yield pool
 
 
+def died_twice(how: str) -> str:
+    return f"reward worker died ({how}), and on the second try: reward worker died ({how})"
+
+
 def test_bad_calls_fail_their_group_alone(pool):
     expected = {
         "ok": ([2.0, 1.0], [None, None]),
-        "raise": "KeyError: 'no such answer' (own.py:11)",
-        "exit": "SystemExit: 2 (own.py:13)",
-        "die": "reward worker died (exit code 3)",
+        "raise": "KeyError: 'no such answer' (own.py:15)",
+        "exit": "SystemExit: 2 (own.py:17)",
+        "die": died_twice("exit code 3"),
         "hang": "reward killed: it took longer than 0.5 s (reward.timeout_s)",
         "short": "reward returned 1 values for 2 completions",
         "scalar": "reward returned float instead of a list of 2 numbers",
@@ -145,6 +171,8 @@ def test_bad_calls_fail_their_group_alone(pool):
             ],
         ),
         "interrupted": ([11.0, 1.0], [None, None]),
+        "unreadable": "Unreadable (own.py:21)",
+        "half": r"KeyError: '\ud800' (own.py:23)",
         "ok again": ([8.0, 1.0], [None, None]),
     }
     for ticket, what in enumerate(expected):
@@ -171,14 +199,14 @@ def test_a_hung_call_does_not_hold_up_the_others(own):
 def test_results_do_not_depend_on_the_number_of_workers_or_the_order(own):
     texts = [f"sleep 0.0{i}" + "0" * (i % 3) for i in range(1, 8)]
 
-    def judged(workers: int, order: list[int]) -> dict[int, list[float]]:
+    def outcome(workers: int, order: list[int]) -> dict[int, list[float]]:
         with RewardPool(own, workers=workers, timeout_s=5) as pool:
             for ticket in order:
                 pool.submit(ticket, job(texts[ticket], "y"))
             return {t: r.rewards for t, r in collect(pool, len(order)).items()}
 
-    forwards = judged(1, list(range(7)))
-    assert forwards == judged(3, list(reversed(range(7))))
+    forwards = outcome(1, list(range(7)))
+    assert forwards == outcome(3, list(reversed(range(7))))
     assert forwards[2] == [float(len(texts[2])), 1.0]
 
 
@@ -199,8 +227,66 @@ def test_children_of_a_killed_reward_die_too(pool, tmp_path):
 def test_a_child_that_outlives_its_worker_is_noticed_and_dies(pool, tmp_path):
     pool.submit(0, job(f"orphan {tmp_path / 'pid'}"))
     # noticed by its end, not by the time limit
-    assert collect(pool, 1)[0].failures == ["reward worker died (exit code 4)"]
+    assert collect(pool, 1)[0].failures == [died_twice("exit code 4")]
     until_gone(*pids_in(tmp_path / "pid"))
+
+
+def test_a_call_whose_worker_is_killed_from_outside_is_made_once_more(own, tmp_path):
+    with RewardPool(own, timeout_s=60) as pool:
+        pool.submit(0, job(f"once {tmp_path / 'pids'}"))
+        pool.submit(1, job("next"))
+        end = time.monotonic() + 10
+        while not (tmp_path / "pids").exists() or not pids_in(tmp_path / "pids"):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(pids_in(tmp_path / "pids")[0], signal.SIGKILL)
+        results = collect(pool, 2)
+        assert list(results) == [0, 1], "before what was submitted later"
+        assert results[0].failures == results[1].failures == [None]
+        first, second = pids_in(tmp_path / "pids")
+        assert first != second
+
+
+def test_a_time_out_is_final(pool, tmp_path):
+    pool.submit(0, job(f"once {tmp_path / 'pids'}"))
+    assert "took longer than 0.5 s" in collect(pool, 1)[0].failures[0]
+    assert len(pids_in(tmp_path / "pids")) == 1
+
+
+def test_a_worker_that_is_killed_while_it_starts_costs_no_group(own, tmp_path):
+    """The first replacement dies while it imports; the second judges."""
+    (tmp_path / "late.py").write_text(
+        textwrap.dedent("""
+        import os
+        with open("starts", "ab") as file:
+            file.write(b"x")
+        if os.path.getsize("starts") == 2:
+            os.kill(os.getpid(), 9)
+
+        def reward(completions, **columns):
+            if os.path.getsize("starts") == 1 and completions[0][-1]["content"] == "hang":
+                while True: pass
+            return [1.0] * len(completions)
+        """)
+    )
+    with RewardPool("late.py:reward", timeout_s=0.5) as pool:
+        pool.check()
+        pool.submit(0, job("hang"))
+        pool.submit(1, job("fine"))
+        results = collect(pool, 2)
+        assert "took longer" in results[0].failures[0]
+        assert results[1].rewards == [1.0]
+    assert (tmp_path / "starts").read_text() == "xxx"
+
+
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [("closed", "exit code 7"), ("closed and on", "exit code 1"), ("signal", "signal 40")],
+)
+def test_a_death_is_told_as_it_was_and_not_as_the_kill_that_follows(own, what, how):
+    with RewardPool(own, timeout_s=10) as pool:
+        pool.submit(0, job(what))
+        assert collect(pool, 1)[0].failures[0].startswith(f"reward worker died ({how}")
 
 
 def test_close_leaves_no_process_even_while_calls_run(own, tmp_path):
@@ -247,8 +333,7 @@ def test_processes_die_with_a_killed_parent(own, tmp_path):
             assert time.monotonic() < end
             time.sleep(0.01)
         parent.send_signal(signal.SIGKILL)
-    until_gone(worker, *pids_in(tmp_path / "pids"))
-    assert not group_members(worker)
+    until_gone(worker, *pids_in(tmp_path / "pids"), *group_members(worker))
 
 
 def test_prints_go_to_a_bounded_log(own, tmp_path, capfd):
@@ -264,6 +349,24 @@ def test_prints_go_to_a_bounded_log(own, tmp_path, capfd):
         pool.submit(0, job("print"))
         assert collect(pool, 1)[0].rewards == [5.0]
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_log_is_made_when_there_is_something_to_write(own, tmp_path):
+    log = tmp_path / "run" / "reward.log"
+    with RewardPool(own, timeout_s=5, log_path=log) as pool:
+        pool.submit(0, job("quiet"))
+        collect(pool, 1)
+        assert not log.parent.exists()
+        pool.submit(0, job("raise"))
+        collect(pool, 1)
+        end = time.monotonic() + 5
+        while not log.exists() or "KeyError" not in log.read_text():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    with RewardPool(own, timeout_s=5, log_path=tmp_path / "no" / "run" / "reward.log") as pool:
+        pool.submit(0, job("print"))  # more than a pipe holds: somebody reads it
+        assert collect(pool, 1)[0].rewards == [5.0]
+        assert not (tmp_path / "no").exists()
 
 
 def test_wait_wakes_for_results_and_times_out(pool):

@@ -66,6 +66,11 @@ def test_jsonl_reads_chat_and_text_and_keeps_the_other_columns(tmp_path):
     assert task.train[0].is_chat and not task.train[1].is_chat
 
 
+def nested(opening: str, closing: str, levels: int) -> str:
+    """A row whose column x is this deep."""
+    return '{"prompt": "a", "x": ' + opening * levels + "1" + closing * levels + "}"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -77,6 +82,19 @@ def test_jsonl_reads_chat_and_text_and_keeps_the_other_columns(tmp_path):
         ('{"prompt": ""}', "data.jsonl:1: column 'prompt' must be text or a list"),
         ('{"prompt": [{"role": "user"}]}', "data.jsonl:1: column 'prompt': a chat message is"),
         ('{"prompt": "a", "completions": 1}', "data.jsonl:1: column 'completions' is what rewards"),
+        ('{"prompt": "a\\ud800"}', r"data.jsonl:1: column 'prompt': character 2 is \\ud800, half"),
+        (
+            '{"prompt": [{"role": "user", "content": "\\udc01"}]}',
+            r"data.jsonl:1: column 'prompt': character 1 is \\udc01, half",
+        ),
+        (
+            '{"prompt": "a", "x": 1}\n' + nested("[", "]", 10**5),
+            "data.jsonl:2: lists or objects are nested deeper than 100",
+        ),
+        (  # read without trouble, but not written
+            nested('{"y":[', "]}", 50),
+            "data.jsonl:1: lists or objects are nested deeper than 100",
+        ),
     ],
 )
 def test_jsonl_errors_name_file_and_line(tmp_path, text, message):
@@ -85,6 +103,13 @@ def test_jsonl_errors_name_file_and_line(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as caught:
         load_task(TaskConfig(name="jsonl", path=str(file), held_out=0))
     assert "\n" not in str(caught.value)
+
+
+def test_jsonl_takes_whole_surrogate_pairs_and_some_nesting(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text(nested("[", "]", 99).replace('"a"', '"\\ud83d\\ude00"'))
+    (prompt,) = load_task(TaskConfig(name="jsonl", path=str(file), held_out=0)).train
+    assert prompt.content == "\U0001f600"
 
 
 def test_files_that_cannot_be_read():

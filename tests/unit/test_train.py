@@ -119,6 +119,8 @@ def test_gradients_equal_the_plain_step_for_any_micro_batch(
     reference = tiny_model(SEED, tied_embeddings=tied)
     with torch.no_grad():
         reference.layers[0].qkv *= 1.3
+        for each in (model, reference):
+            each.embedding.mul_(4)  # a residual stream of unit size: rounding well below 1e-6
     groups = make_batch(model, noise=0.5)
     expected = plain_gradients(model, reference, groups, correction, kl_coef)
     largest = max(float(grad.abs().max()) for grad in expected.values())
@@ -184,6 +186,12 @@ def test_metrics_of_a_batch() -> None:
     assert metrics["logprob_gap/max"] < 1e-5, "only tokens of the version being trained count"
     assert "kl" not in metrics
     assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_equal_rewards_of_any_size_have_a_mean() -> None:
+    model = tiny_model(SEED)
+    metrics = make_trainer(model).train(make_batch(model, [[1e308] * 4]), VERSION)
+    assert (metrics["reward/mean"], metrics["reward/std"]) == (1e308, 0.0)
 
 
 def test_groups_without_variance_leave_everything_but_the_schedule() -> None:

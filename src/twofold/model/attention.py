@@ -79,8 +79,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     return attend_eager(q, k, v, rows)
 
 
-def kernel_name() -> str:
-    """What `attend` uses for tensors on the CPU, and why if it is not the compiled kernel."""
+def kernel_name(device_type: str = "cpu") -> str:
+    """What `attend` uses for tensors on the device, and why if it is not the compiled kernel."""
+    if device_type != "cpu":
+        return f"eager: {device_type}"
     reason = cpu_kernels.why_not_used()
     return f"eager: {reason}" if reason else "cpu kernel"
 

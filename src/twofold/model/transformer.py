@@ -1,7 +1,8 @@
 """The decoder: one definition for prefill, decode and training.
 
 Owns: the parameters and the forward pass over ragged rows. Does not own: which keys a row sees
-(`attention.Rows`), the output projection's use (`step.logprob`), files (`weights`).
+(`attention.Rows`), what happens between matrix products (`attention`, `rowwise`), the output
+projection's use (`step.logprob`), files (`weights`).
 
 One definition serves every family: what a family has beside the common parts (biases of queries,
 keys and values; norms of queries and keys; stretched rotary frequencies) is said by `ModelSpec`.
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twofold.model.attention import Rows, attend
+from twofold.model.rowwise import add_norm, gated, rms_norm, rotary
 from twofold.model.spec import ModelSpec
 
 
@@ -92,56 +94,49 @@ class Transformer(nn.Module):
 
         token_ids int64 [n]. Without a cache the rows attend over the n rows themselves
         (`rows.key_index` points at rows); with one, the n new keys and values of each layer are
-        first written at `write_slots` (int64 [n]) and `rows.key_index` points at slots.
+        first written at `write_slots` (int64 [n]) and `rows.key_index` points at slots; only
+        without one is there a gradient.
         """
-        cos, sin = rotary_tables(rows.positions, self.spec)
+        eps = self.spec.norm_eps
+        angles = rotary_angles(rows.positions, self.spec)
+        next_gains = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         hidden = F.embedding(token_ids, self.embedding)
+        normed = rms_norm(hidden, self.layers[0].attention_norm, eps)
         for index, layer in enumerate(self.layers):
-            q, k, v = self._project_qkv(layer, hidden, cos, sin)
+            slots = None
             if cache is not None:
                 assert write_slots is not None
-                k = _write(cache.keys[index], write_slots, k)
-                v = _write(cache.values[index], write_slots, v)
+                slots = (cache.keys[index], cache.values[index], write_slots)
+            q, k, v = self._project_qkv(layer, normed, angles, slots)
             attended = attend(q, k, v, rows)
-            hidden = hidden + F.linear(attended.flatten(1), layer.out)
-            normed = rms_norm(hidden, layer.ff_norm, self.spec.norm_eps)
-            gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
-        return rms_norm(hidden, self.final_norm, self.spec.norm_eps)
+            delta = F.linear(attended.flatten(1), layer.out)
+            hidden, normed = add_norm(hidden, delta, layer.ff_norm, eps)
+            delta = F.linear(gated(F.linear(normed, layer.gate_up)), layer.down)
+            hidden, normed = add_norm(hidden, delta, next_gains[index], eps)
+        return normed
 
     def _project_qkv(
-        self, layer: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor
+        self,
+        layer: nn.Module,
+        normed: Tensor,
+        angles: tuple[Tensor, Tensor],
+        slots: tuple[Tensor, Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [n, heads, head_size], k and v [n, kv_heads, head_size]; q and k rotated."""
+        """Rotated q [n, heads, head_size], and the k and v that `attend` gets."""
         spec = self.spec
-        normed = rms_norm(hidden, layer.attention_norm, spec.norm_eps)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, spec.head_size))
+        if not spec.qk_norm:
+            return rotary(qkv, None, *angles, spec.n_kv_heads, slots)
         qk, v = qkv.split((spec.n_heads + spec.n_kv_heads, spec.n_kv_heads), dim=1)
-        if spec.qk_norm:
-            q_gain = layer.q_norm.expand(spec.n_heads, -1)
-            k_gain = layer.k_norm.expand(spec.n_kv_heads, -1)
-            qk = rms_norm(qk, torch.cat([q_gain, k_gain]), spec.norm_eps)
-        q, k = rotate(qk, cos, sin).split((spec.n_heads, spec.n_kv_heads), dim=1)
-        return q, k, v
+        gains = [layer.q_norm.expand(spec.n_heads, -1), layer.k_norm.expand(spec.n_kv_heads, -1)]
+        qk = rms_norm(qk, torch.cat(gains), spec.norm_eps)
+        return rotary(qk, v, *angles, spec.n_kv_heads, slots)
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension (Zhang and Sennrich, 2019), in fp32; rounded
-    to the dtype of x before the gain is applied, as Hugging Face's models do."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return gain * (wide * scale).to(x.dtype)
-
-
-def rotary_tables(positions: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of the rotary angles, fp32 [n, 1, head_size] (Su et al., RoFormer, 2021).
-
-    Both halves of a head share the angles; the sine's first half is negated, so that `rotate` needs
-    no negation.
-    """
+def rotary_angles(positions: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles of each row, fp32 [n, head_size / 2]."""
     angles = positions.float()[:, None] * rotary_frequencies(spec, positions.device)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+    return angles.cos(), angles.sin()
 
 
 def rotary_frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
@@ -158,14 +153,3 @@ def rotary_frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> T
     width = scaling.high_freq_factor - scaling.low_freq_factor
     kept = ((turns - scaling.low_freq_factor) / width).clamp(0, 1)
     return (1 - kept) * plain / scaling.factor + kept * plain
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [n, heads, head_size], element i with element i + head_size / 2, in fp32."""
-    wide = x.float()
-    return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
-
-
-def _write(cache: Tensor, slots: Tensor, new: Tensor) -> Tensor:
-    with torch.no_grad():
-        return cache.index_copy_(0, slots, new)

@@ -167,7 +167,7 @@ def _shards(views: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer with its chat template. ValueError if there is none, or a broken one."""
+    """The folder's tokenizer with its chat template. ValueError if it is missing or broken."""
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
         raise ValueError(f"{folder}: no tokenizer ({', '.join(VOCABULARY_FILES)} are all missing)")
     from transformers import AutoTokenizer  # slow import, needed nowhere else

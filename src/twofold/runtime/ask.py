@@ -15,11 +15,10 @@ from twofold.config import Config
 from twofold.model import resolve, weights
 from twofold.model.transformer import Transformer
 from twofold.obs.progress import Progress
-from twofold.obs.record import run_config
+from twofold.obs.record import Record, run_config
 from twofold.runtime import checkpoint
-from twofold.runtime.local import LocalExecutor
+from twofold.runtime.rewards import Rewards
 from twofold.runtime.run import choose_device, reward_pool, stop_signals
-from twofold.runtime.store import Store
 from twofold.step import evaluate as evaluation
 from twofold.step.evaluate import EvalSet
 from twofold.step.generate import Generator
@@ -35,22 +34,26 @@ def evaluate(
 ) -> dict[str, float]:
     """Held-out pass rates of a model, a run, or a run's version (RUN@STEP) on `config.task`;
     `samples` completions a prompt at temperature 1, 0 for greedy alone."""
-    model, tokenizer_folder, version = _load_target(target, config)
+    progress = progress or Progress()
     task = load_task(config.task)
     if not task.held_out:
         raise ValueError("task.held_out = 0: there is nothing to evaluate on")
+    _refuse_unknown_reward(target, config)
+    model, tokenizer_folder, version, chosen = _load_target(target, config)
+    progress.message(chosen)
+    progress.message(f"reward   {config.reward.function or task.reward}")
     tokenizer = weights.load_tokenizer(tokenizer_folder)
     system_prompt = config.task.system_prompt
     ids = [encode_prompt(prompt, tokenizer, system_prompt) for prompt in task.held_out]
     with reward_pool(config, None, task) as pool:
         pool.check(task.columns)
-        executor = LocalExecutor(pool, Store(), deterministic=False)
-        with stop_signals(executor.stop, progress or Progress()):
+        rewards = Rewards(pool)
+        with stop_signals(rewards.stop, progress):
             metrics = evaluation.evaluate(
                 model,
                 tokenizer,
                 EvalSet(task.held_out, ids),
-                executor.judge,
+                rewards.judge,
                 Sampling(
                     max_new_tokens=config.rollout.max_new_tokens,
                     stop_ids=weights.stop_ids(tokenizer_folder),
@@ -60,7 +63,7 @@ def evaluate(
                 seed=config.run.seed,
                 max_running_samples=config.rollout.max_running_samples,
                 kv_block_tokens=config.rollout.kv_block_tokens,
-                stopped=executor.stopped,
+                stopped=rewards.stopped,
             )
     if metrics is None:
         raise KeyboardInterrupt
@@ -71,7 +74,7 @@ def generate(
     model: str, prompt: str, max_new_tokens: int, temperature: float, seed: int, n: int
 ) -> list[str]:
     """`n` answers to one user message; temperature 0 is greedy."""
-    loaded, folder, version = _load_target(model, Config())
+    loaded, folder, version, _ = _load_target(model, Config())
     tokenizer = weights.load_tokenizer(folder)
     chat = tokenizer.chat_template is not None
     asked = Prompt([{"role": "user", "content": prompt}] if chat else prompt)
@@ -97,23 +100,54 @@ def generate(
     return [decode_completion(tokenizer, s.token_ids, sampling.stop_ids) for s in samples]
 
 
-def _load_target(target: str, config: Config) -> tuple[Transformer, Path, int]:
-    """The model that MODEL, RUN or RUN@STEP names, the folder of its tokenizer, its version. A RUN
-    without a step is its trained model, or its newest checkpoint."""
-    device = choose_device(config)
+def _split_target(target: str) -> tuple[Path, str]:
+    """RUN@STEP as (folder, step); step is "" when none is named."""
     name, _, step = target.rpartition("@") if re.search(r"@\d+$", target) else (target, "", "")
-    run_dir = Path(name)
-    if not (run_dir / "record.sqlite").is_file():
-        folder, _ = resolve.resolve(target)
-        return weights.load_model(folder, getattr(torch, config.model.dtype), device), folder, 0
+    return Path(name), step
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "record.sqlite").is_file()
+
+
+def _refuse_unknown_reward(target: str, config: Config) -> None:
+    """A run that was trained with a Python function is not judged by another one unasked."""
+    run_dir, _ = _split_target(target)
+    if not _is_run(run_dir) or config.reward.function:
+        return
+    with Record.open(run_dir, read_only=True) as record:
+        reward = record.meta()["reward"]
+    if reward:
+        raise ValueError(
+            f"{run_dir}: its reward was the Python function {reward}; say which one judges now, "
+            "with --reward.function"
+        )
+
+
+def _load_target(target: str, config: Config) -> tuple[Transformer, Path, int, str]:
+    """The model that MODEL, RUN or RUN@STEP names, the folder of its tokenizer, its version, and a
+    line that says what was chosen. A RUN without a step is its trained model, or its newest
+    checkpoint."""
+    device = choose_device(config)
+    run_dir, step = _split_target(target)
+    if not _is_run(run_dir):
+        folder, chosen = resolve.resolve(target)
+        return (
+            weights.load_model(folder, getattr(torch, config.model.dtype), device),
+            folder,
+            0,
+            chosen,
+        )
     options = run_config(run_dir)
     dtype = getattr(torch, options.model.dtype)
-    if not step and (run_dir / "model" / "config.json").is_file():
-        return weights.load_model(run_dir / "model", dtype, device), run_dir / "model", 0
-    folder, _ = resolve.resolve(options.model.name)
+    trained = run_dir / "model"
+    if not step and (trained / "config.json").is_file():
+        model = weights.load_model(trained, dtype, device)
+        return model, trained, options.train.steps, f"model    {trained}"
+    folder, chosen = resolve.resolve(options.model.name)
     model = weights.load_model(folder, dtype, device)
     if step == "0":
-        return model, folder, 0
+        return model, folder, 0, chosen
     version, tensors = checkpoint.find(run_dir / "checkpoints", int(step) if step else None)
     load_weights(model, tensors)
-    return model, folder, version
+    return model, folder, version, f"model    checkpoint of version {version} of {run_dir}"

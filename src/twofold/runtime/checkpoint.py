@@ -129,15 +129,36 @@ def prune(folder: Path, keep: int) -> list[Path]:
     return paths[:-keep]
 
 
+@torch.no_grad()
 def weights_checksum(model: nn.Module) -> str:
-    """sha256 (hex) over the parameters in the order of their names: name, dtype, shape, raw bytes.
-    A tied parameter counts once."""
-    digest = hashlib.sha256()
+    """sha256 (hex) over name, dtype, shape and two integer sums of each parameter's bytes, in the
+    order of names. A tied parameter counts once.
+
+    The sums are exact whatever the order of addition, so the result is the same on every device,
+    and only they leave it. Weighted by position along rows and along columns of the bytes, they
+    change with any single change and with any exchange of two values; they are no proof against
+    somebody who wants to forge them.
+    """
+    names, sums = [], []
     for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
-        flat = parameter.detach().contiguous().cpu().reshape(-1)  # no copy on a CPU
-        digest.update(flat.view(torch.uint8).numpy())
+        names.append(f"{name} {parameter.dtype} {tuple(parameter.shape)}")
+        sums += _weighted_sums(parameter)
+    digest = hashlib.sha256("\n".join(names).encode())
+    digest.update(torch.stack(sums).cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _weighted_sums(tensor: Tensor, n_columns: int = 1024) -> list[Tensor]:
+    """int64 sums, modulo 2^64, of the tensor's bytes taken as rows of `n_columns` int64 numbers."""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    raw = nn.functional.pad(raw, (0, -raw.numel() % (8 * n_columns))) if raw.numel() else raw
+    table = raw.view(torch.int64).view(-1, n_columns)
+    sums = []
+    for along in (0, 1):
+        totals = table.sum(along)
+        weights = torch.arange(1, 2 * totals.numel(), 2, device=totals.device)  # odd: invertible
+        sums.append((totals * weights).sum())
+    return sums
 
 
 def _versions(folder: Path) -> list[tuple[int, Path]]:

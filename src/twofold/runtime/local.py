@@ -1,7 +1,7 @@
 """The embedded executor: one process, one card, rewards in worker processes.
 
 Owns: the order in which things really happen here (card commands one after the other on this
-thread, rewards beside them), the run's clock, and the stop flag. Does not own: what a card command
+thread, rewards beside them) and the run's clock. Does not own: what a card command
 does (`runtime/worker`), decisions (`sched`), durability (the record).
 
 Which event comes next:
@@ -13,7 +13,6 @@ So no decision depends on the wall clock, nor on a process that died in between.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -31,13 +30,11 @@ from twofold.events import (
     Trained,
 )
 from twofold.obs.record import MetricRow, RewardRow
+from twofold.runtime.rewards import STOP_LOOK_S, Rewards
 from twofold.runtime.store import Store
 from twofold.runtime.worker import Worker
 from twofold.sched.phase import PHASE_OF
-from twofold.step.evaluate import reward_job
-from twofold.step.reward import RewardJob, RewardPool, RewardResult
-
-_STOP_LOOK_S = 0.5  # a signal does not wake who waits for a reward: so often it looks for one
+from twofold.step.reward import reward_job
 
 
 def phase_name(command: Command) -> str:
@@ -49,24 +46,22 @@ def phase_name(command: Command) -> str:
 class LocalExecutor:
     def __init__(
         self,
-        pool: RewardPool,
+        worker: Worker,
         store: Store,
+        rewards: Rewards,
         *,
         deterministic: bool,
         last_card_seq: int = -1,
     ) -> None:
         """`last_card_seq`: of a resumed run, the highest card command that had ended."""
-        self.worker: Worker  # attached by runtime/run: it needs `judge` and `stopped` from here
-        self._pool = pool
+        self._worker = worker
         self._store = store
+        self._rewards = rewards
         self._deterministic = deterministic
         self._zero_s = self._step_start_s = 0.0
         self._queue: deque[Command] = deque()  # card commands and discards, in order of seq
         self._asked: deque[Reward] = deque()
-        self._results: dict[int, RewardResult] = {}  # reward results that are there, by ticket
-        self._eval_tickets = itertools.count(-1, -1)
         self._last_card_seq = last_card_seq
-        self._stop_reason: str | None = None
         self._stop_reported = False
         self._phase_s: defaultdict[str, float] = defaultdict(
             float
@@ -80,8 +75,7 @@ class LocalExecutor:
     def submit(self, command: Command) -> None:
         if isinstance(command, Reward):
             group = self._store[command.group_id]
-            job = reward_job(group, self.worker.tokenizer, self.worker.sampling.stop_ids)
-            self._pool.submit(command.seq, job)
+            self._rewards.ask(command.seq, reward_job(group))
             self._asked.append(command)
         else:
             self._queue.append(command)
@@ -101,33 +95,27 @@ class LocalExecutor:
         self._zero_s = time.monotonic() - start_s
         self._step_start_s = start_s
 
-    def stop(self, reason: str) -> None:
-        """Asks for a clean end; safe in a signal handler."""
-        self._stop_reason = reason
-
-    def stopped(self) -> bool:
-        return self._stop_reason is not None
-
     def _next_event(self) -> Event:
         while True:
-            if self._stop_reason is not None and not self._stop_reported:
+            reason = self._rewards.stop_reason
+            if reason is not None and not self._stop_reported:
                 self._stop_reported = True
-                return StopRequested(reason=self._stop_reason)
-            self._collect(0.0)
+                return StopRequested(reason=reason)
+            self._rewards.collect(0.0)
             wanted = self._wanted_reward()
-            if wanted is not None and wanted.seq in self._results:
+            if wanted is not None and wanted.seq in self._rewards:
                 return self._rewarded(wanted)
             # who asked for a stop does not wait for rewards: they are asked for again on resume
             if self._queue and (wanted is None or self._stop_reported):
                 return self._run(self._queue.popleft())
             assert self._asked, "nothing to run and nothing to wait for"
-            self._collect(_STOP_LOOK_S)
+            self._rewards.collect(STOP_LOOK_S)
 
     # ------------------------------------------------------------ cards
 
     def _run(self, command: Command) -> Event:
         self.on_command(command)
-        event = self.worker.execute(command)
+        event = self._worker.execute(command)
         if command.cards:
             self._last_card_seq = command.seq
         self._phase_s[phase_name(command)] += event.seconds
@@ -135,7 +123,7 @@ class LocalExecutor:
         if isinstance(command, Generate) and isinstance(event, Generated):
             self._step_tokens += event.n_tokens
             tokens_per_s = event.n_tokens / max(event.seconds, 1e-9)
-            self.on_quantum(self.worker.generator.unfinished, tokens_per_s)
+            self.on_quantum(self._worker.generator.unfinished, tokens_per_s)
         return event
 
     def _write_step_times(self, version: int, now_s: float) -> None:
@@ -152,21 +140,17 @@ class LocalExecutor:
 
     # ------------------------------------------------------------ rewards
 
-    def _collect(self, timeout_s: float) -> None:
-        for result in self._pool.poll(timeout_s):
-            self._results[result.ticket] = result
-
     def _wanted_reward(self) -> Reward | None:
         """The reward whose turn it is; only with `deterministic` it may not be there yet."""
         if not self._deterministic:
-            return next((asked for asked in self._asked if asked.seq in self._results), None)
+            return next((asked for asked in self._asked if asked.seq in self._rewards), None)
         first = self._asked[0] if self._asked else None
         due = first is not None and (self._last_card_seq > first.seq or not self._queue)
         return first if due else None
 
     def _rewarded(self, command: Reward) -> Rewarded:
         self._asked.remove(command)
-        result = self._results.pop(command.seq)
+        result = self._rewards.take(command.seq)
         group = self._store[command.group_id]
         for sample, reward, failure in zip(
             group.samples, result.rewards, result.failures, strict=True
@@ -182,15 +166,3 @@ class LocalExecutor:
             varies=len(set(valid)) > 1,
             cause=next((cause for cause in result.failures if cause), ""),
         )
-
-    def judge(self, jobs: list[RewardJob]) -> list[RewardResult] | None:
-        """Rewards for an evaluation, waited for; None when a stop was asked for meanwhile. Its
-        tickets are negative and never used twice: those of training arrive in between."""
-        tickets = [next(self._eval_tickets) for _ in jobs]
-        for ticket, job in zip(tickets, jobs, strict=True):
-            self._pool.submit(ticket, job)
-        while any(ticket not in self._results for ticket in tickets):
-            if self.stopped():
-                return None
-            self._collect(_STOP_LOOK_S)
-        return [self._results.pop(ticket) for ticket in tickets]

@@ -5,6 +5,7 @@ loop (`runtime/loop`), decisions (`sched`), the step (`step`).
 
 RUN/  config.toml        the resolved options
       record.sqlite      everything that happened
+      reward.log         what rewards printed, if they did
       checkpoints/       weights and optimizer of some versions
       tensorboard/       scalars, for TensorBoard
       model/             the trained model, a Hugging Face folder
@@ -35,6 +36,7 @@ from twofold.obs.tensorboard import TensorBoard
 from twofold.runtime import checkpoint
 from twofold.runtime.local import LocalExecutor, phase_name
 from twofold.runtime.loop import drive
+from twofold.runtime.rewards import Rewards
 from twofold.runtime.store import Store
 from twofold.runtime.worker import Worker
 from twofold.sched.scheduler import Scheduler, SchedulerSpec
@@ -144,23 +146,25 @@ class _Parts:
         self.run_dir = run_dir
         self.progress = progress
         self.store = Store()
-        self.executor = LocalExecutor(
-            pool,
-            self.store,
-            deterministic=config.run.deterministic,
-            last_card_seq=last_card_seq,
-        )
+        self.rewards = Rewards(pool)
         self._folder = folder
         self._task = task
-        self.worker = self.executor.worker = Worker(
+        self.worker = Worker(
             config,
             folder,
             run_dir,
             task,
             self.store,
-            self.executor.judge,
-            self.executor.stopped,
+            self.rewards.judge,
+            self.rewards.stopped,
             choose_device(config),
+        )
+        self.executor = LocalExecutor(
+            self.worker,
+            self.store,
+            self.rewards,
+            deterministic=config.run.deterministic,
+            last_card_seq=last_card_seq,
         )
         self.executor.on_quantum = progress.quantum
         self.executor.on_command = lambda command: progress.phase(phase_name(command))
@@ -173,7 +177,7 @@ class _Parts:
     def drive(
         self, scheduler: Scheduler, record: Record, first: Event, start_s: float = 0.0
     ) -> RunResult:
-        with stop_signals(self.executor.stop, self.progress), _Watched(self, record) as watched:
+        with stop_signals(self.rewards.stop, self.progress), _Watched(self, record) as watched:
             self.executor.begin(start_s)
             drive(scheduler, self.executor, watched, first, start_s)
             return self.finish(scheduler)
@@ -192,7 +196,7 @@ class _Parts:
             "device": str(self.worker.model.device),
             "cpu": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
-            "attention": attention.kernel_name(),
+            "attention": attention.kernel_name(self.worker.model.device.type),
         }
 
     def data_digest(self) -> str:
@@ -235,6 +239,7 @@ class _Parts:
                     "one; the run goes on from these weights"
                 )
         assert self.worker.version == version, f"at {self.worker.version}, record at {version}"
+        self.worker.trainer.release()  # generation may be next, without a switch
         for group in record.live_groups():
             self.store.add(group)
             self.worker.generator.admit([group])
@@ -289,13 +294,14 @@ class _Watched:
 
 @contextmanager
 def reward_pool(
-    config: Config, reward: Callable[..., Any] | None, task: Task
+    config: Config, reward: Callable[..., Any] | None, task: Task, log_path: Path | None = None
 ) -> Iterator[RewardPool]:
     """Reward processes; gone when it closes."""
     pool = RewardPool(
         reward or config.reward.function or task.reward,
         workers=config.reward.workers,
         timeout_s=config.reward.timeout_s,
+        log_path=log_path,
     )
     try:
         yield pool
@@ -322,9 +328,9 @@ def _opened(
         device = choose_device(config)
         progress.message(
             f"device   {device}, {torch.get_num_threads()} threads, {config.model.dtype}, "
-            f"attention: {attention.kernel_name()}"
+            f"attention: {attention.kernel_name(device.type)}"
         )
-        with reward_pool(config, reward, task) as pool:
+        with reward_pool(config, reward, task, run_dir / "reward.log") as pool:
             parts = _Parts(config, run_dir, pool, folder, task, progress, last_card_seq)
             weights.check_tokenizer(parts.worker.tokenizer, parts.worker.model.spec, folder)
             pool.check(task.columns)  # its processes have started while the model was loaded

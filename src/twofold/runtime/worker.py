@@ -266,6 +266,8 @@ class Worker:
         if found is None:
             return
         version, path = found
-        tensors, _ = checkpoint.load(path, self.model.device)
+        tensors, _ = checkpoint.load(
+            path
+        )  # on the host: the optimizer's own tensors take them over
         self.trainer.load_state_tensors(tensors)
         self.version = self.generator.version = version

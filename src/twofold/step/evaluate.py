@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from twofold.model.transformer import Transformer
 from twofold.step.generate import Generator
 from twofold.step.prompts import decode_completion
-from twofold.step.reward import RewardJob, RewardResult
+from twofold.step.reward import RewardJob, RewardResult, reward_job
 from twofold.step.sampling import Sampling
 from twofold.types import Group, Prompt, Sample, SampleId
 
@@ -76,24 +76,13 @@ def evaluate(
                 return None
             generator.run(max_decode_steps=16)
         generator.release()
-        results = judge([reward_job(group, tokenizer, sampling.stop_ids) for group in groups])
+        for sample in (sample for group in groups for sample in group.samples):
+            sample.text = decode_completion(tokenizer, sample.token_ids, sampling.stop_ids)
+        results = judge([reward_job(group) for group in groups])
         if results is None:
             return None
         metrics |= _count(results, groups, greedy)
     return metrics
-
-
-def reward_job(group: Group, tokenizer: object, stop_ids: tuple[int, ...]) -> RewardJob:
-    """The group's finished completions as its reward sees them; fills in each sample's text."""
-    for sample in group.samples:
-        assert sample.finished, f"sample {sample.sample_id} is not finished"
-        if not sample.text:
-            sample.text = decode_completion(tokenizer, sample.token_ids, stop_ids)
-    return RewardJob(
-        group.prompt,
-        [sample.text for sample in group.samples],
-        [sample.token_ids for sample in group.samples],
-    )
 
 
 def _count(results: list[RewardResult], groups: list[Group], greedy: bool) -> dict[str, float]:

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from twofold.threads import usable_cpus
-from twofold.types import Prompt
+from twofold.types import Group, Prompt
 
 START_LIMIT_S = 120.0
 """A worker that has not imported its reward by then is given up: rewards may import much, even
@@ -75,14 +75,24 @@ class RewardResult:
     seconds: float
 
 
+def reward_job(group: Group) -> RewardJob:
+    """What a reward is given of a group whose samples are all finished and decoded."""
+    assert group.finished, f"group {group.group_id} is not finished"
+    return RewardJob(
+        group.prompt,
+        [sample.text for sample in group.samples],
+        [sample.token_ids for sample in group.samples],
+    )
+
+
 class RewardPool:
     """`workers` processes that judge groups with one reward function.
 
     `reward`: a built-in's name, "module:function", "file.py:function", or a Python callable (sent
     by reference where it can be imported, else by value: lambdas, notebook cells).
     `timeout_s`: a call that takes longer is killed with all it started, and its samples fail.
-    `log_path`: where prints and tracebacks of the reward go, up to 1 MiB; None: nowhere. The file is
-    made when there is something to write, and its folder too if the folder's parent is there.
+    `log_path`: where prints and tracebacks of the reward go, up to 1 MiB; None: nowhere. The file
+    is made when there is something to write, and its folder too if that one's parent is there.
 
     Results come in the order in which calls end, exactly one for each submitted job. Raises
     ValueError when a callable cannot be sent.
@@ -364,8 +374,7 @@ class _Worker:
         return f"exit code {code}" if code >= 0 else names.get(code, f"signal {-code}")
 
     def kill(self) -> None:
-        """Ends the whole group."""
-        # the group's number cannot have passed to somebody else: the watchdog is in it till the end
+        # the whole group, whose number stays its own while the watchdog is in it
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

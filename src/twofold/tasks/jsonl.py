@@ -14,7 +14,8 @@ from twofold.types import Prompt
 # what a reward is called with besides the columns
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 # rows are written as JSON and pickled later, which fails where Python's stack ends (1000 calls)
-MAX_NESTING = 200
+MAX_NESTING = 100
+_TOO_DEEP = f"lists or objects are nested deeper than {MAX_NESTING}; flatten them"
 
 
 def jsonl_prompts(path: str, prompt_column: str) -> list[Prompt]:
@@ -58,9 +59,9 @@ def _row(line: str, prompt_column: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
     except RecursionError:
-        row = None
-    if row is None or _deeper_than(MAX_NESTING, row):
-        raise ValueError(f"lists or objects in each other deeper than {MAX_NESTING}; flatten them")
+        raise ValueError(_TOO_DEEP) from None
+    if _deeper_than(MAX_NESTING, row):
+        raise ValueError(_TOO_DEEP)
     if not isinstance(row, dict):
         raise ValueError(f"a row is a JSON object, not {type(row).__name__}")
     if prompt_column not in row:
