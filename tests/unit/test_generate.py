@@ -12,7 +12,7 @@ from twofold.model import attention
 from twofold.model.attention import Rows
 from twofold.step import lanes, noise
 from twofold.step.generate import Generator
-from twofold.step.logprob import chunked_logprobs, scaled_logits, token_logprobs
+from twofold.step.logprob import chunked_logprobs, head_logits, token_logprobs
 from twofold.step.sampling import Sampling
 from twofold.types import Group, Prompt, Sample, SampleId
 
@@ -231,7 +231,7 @@ def test_each_token_is_drawn_with_the_noise_of_its_key(model, expected):
         for drawn in group.samples:
             ids = group.prompt_ids + drawn.token_ids
             hidden = model(torch.tensor(ids), Rows.whole([len(ids)]))[len(group.prompt_ids) - 1 :]
-            logits = scaled_logits(hidden[:-1], model.head_weight, SAMPLING.temperature)
+            logits = head_logits(hidden[:-1], model.head_weight) / SAMPLING.temperature
             n = len(drawn.token_ids)
             key = noise.sample_key(3, "train", *drawn.sample_id)
             uniforms = noise.uniforms(np.full(n, key, dtype=np.uint64), np.arange(n))
@@ -352,8 +352,9 @@ def test_keep_goes_on_with_the_old_keys():
             model.load_state_dict(tiny_model(101).state_dict())
             last = Rows.build([1], [n_keys - 1], [slots.numpy()])
             hidden = model(torch.tensor(ids[n_keys - 1 : n_keys]), last, cache, slots[-1:])
-            logits = scaled_logits(hidden.expand(2, -1), model.head_weight, 1.0)
-            by_hand = token_logprobs(logits, torch.tensor(ids[n_keys : n_keys + 1] * 2))[0].item()
+            logits = head_logits(hidden.expand(2, -1), model.head_weight)
+            target = torch.tensor(ids[n_keys : n_keys + 1] * 2)
+            by_hand = token_logprobs(logits, target, 1.0)[0].item()
             assert sample.logprobs[n] == pytest.approx(by_hand, abs=1e-5)
             assert sample.versions == [0] * n + [1] * (MAX_NEW - n)
             assert sample.token_ids[:n] == twin.token_ids[:n]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twofold.step.logprob import chunked_logprobs, padded_rows, scaled_logits, token_logprobs
+from twofold.step.logprob import chunked_logprobs, head_logits, padded_rows, token_logprobs
 
 SEED = 3
 
@@ -49,7 +49,7 @@ def test_training_finds_the_sampled_logprobs_bit_for_bit(dtype: torch.dtype) -> 
     hidden, weight, targets = random_head(dtype)
     in_training = chunked_logprobs(hidden, weight, targets, 0.7, chunk_rows=67)[0]
     for rows in (slice(0, 16), slice(46, 70)):  # 3 of them in the last chunk
-        sampled = token_logprobs(scaled_logits(hidden[rows], weight, 0.7), targets[rows])
+        sampled = token_logprobs(head_logits(hidden[rows], weight), targets[rows], 0.7)
         assert torch.equal(in_training[rows], sampled)
 
 
@@ -66,11 +66,6 @@ def test_bfloat16_head_gradient_adds_up_in_float32() -> None:
     assert grad.dtype == torch.bfloat16
     expected = (1 - 1 / 16) * upstream.sum()
     assert grad[0, 0].item() == expected.bfloat16().item() != (1 - 1 / 16)
-
-
-def test_temperature_one_is_exact() -> None:
-    hidden, weight, _ = random_head(torch.bfloat16)
-    assert torch.equal(scaled_logits(hidden, weight, 1.0), F.linear(hidden, weight).float())
 
 
 def test_no_tensor_of_all_tokens_times_vocabulary_is_made() -> None:

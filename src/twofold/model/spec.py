@@ -236,7 +236,7 @@ def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
 
 def _number(config: dict[str, Any], name: str, default: float | None = None) -> float:
     """A finite number above 0; `default`, if given, in the place of null or nothing."""
-    number = config.get(name)
+    number: Any = config.get(name)
     if number is None and default is not None:
         return default
     if type(number) not in (int, float) or not 0 < number <= sys.float_info.max:

@@ -64,7 +64,7 @@ class Card:
 
     phase: Phase = Phase.IDLE
     version: int = 0  # of the weights it has acknowledged
-    readmit: tuple[Admission, ...] = ()  # admitted by a ev.Generate that failed
+    readmit: tuple[Admission, ...] = ()  # admitted by a Generate that failed
 
 
 class Scheduler:

@@ -27,7 +27,7 @@ from twofold.model.attention import Rows
 from twofold.model.transformer import Transformer
 from twofold.step import noise
 from twofold.step.lanes import Lanes, Run
-from twofold.step.logprob import padded_rows, scaled_logits
+from twofold.step.logprob import head_logits, padded_rows
 from twofold.step.sampling import Sampling, sample
 from twofold.types import Chunk, Group, Sample
 
@@ -135,7 +135,7 @@ class Generator:
         assert n, "samples wait, none runs, and none fits into the empty cache"
         n_fed = int((lanes.tokens[active] - lanes.cached[active]).sum())
         hidden = self._forward(active, n_fed)
-        logits = scaled_logits(hidden, self._model.head_weight, self._sampling.temperature)
+        logits = head_logits(hidden, self._model.head_weight)
         uniforms = np.full(len(hidden), 0.5)
         positions = lanes.tokens[active] - lanes.prompt_tokens[active]
         uniforms[:n] = noise.uniforms(lanes.noise_keys[active], positions)

@@ -1,7 +1,11 @@
 """The one definition of a token's log-probability, for sampling and for training.
 
-Owns: logits scaled by temperature, the log-prob of a target, and both in chunks of rows with a
-gradient. Does not own: truncation (`sampling`), what is made of log-probs (`loss`).
+Owns: logits, the log-prob of a target at a temperature, and both in chunks of rows with a gradient.
+Does not own: truncation (`sampling`), what is made of log-probs (`loss`), the compiled kernels
+(`model.logits_cpu`); their plain torch twins are here.
+
+With m the largest logit x of a row and T the temperature, the log-prob of token y is
+(x_y - m) / T - log(sum of exp((x - m) / T)): differences first, so that a division rounds little.
 
 A row's result does not depend, bit for bit, on which other rows are computed with it, so what the
 sampler recorded is what training finds again. On a CPU this holds for float32 from 16 rows on and
@@ -16,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_ROWS = 256  # 50 MB of float32 logits for a vocabulary of 49,152
+from twofold.model import cpu_kernels, logits_cpu
+
+CHUNK_BYTES = 50_000_000  # of a chunk's logits: 512 rows for a vocabulary of 49,152 in bfloat16
 
 
 def padded_rows(n: int) -> int:
@@ -24,20 +30,21 @@ def padded_rows(n: int) -> int:
     return max(16, -(-n // 8) * 8)
 
 
-def scaled_logits(hidden: Tensor, head_weight: Tensor, temperature: float) -> Tensor:
-    """hidden [n, width], head_weight [vocabulary, width], both in the model's dtype
-    -> logits / temperature, float32 [n, vocabulary]. The product is made in the model's dtype."""
-    logits = F.linear(hidden, head_weight).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
+def head_logits(hidden: Tensor, head_weight: Tensor) -> Tensor:
+    """hidden [n, width], head_weight [vocabulary, width] -> [n, vocabulary], all in the model's
+    dtype. Not divided by a temperature."""
+    return F.linear(hidden, head_weight)
 
 
-def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits float32 [n, vocabulary] (see `scaled_logits`), targets int64 [n] -> float32 [n], nats.
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """logits [n, vocabulary] of any dtype (`head_logits`), targets int64 [n] -> float32 [n], nats.
 
-    n must be above 1: the reduction of a single row may be split over threads, and then its
+    n must be above 1: torch may split the reduction of a single row over threads, and then its
     rounding differs.
     """
-    return _target_logits(logits, targets) - logits.logsumexp(-1)
+    if cpu_kernels.used_for(logits):
+        return logits_cpu.logprobs(logits, targets, temperature)
+    return _read(logits, targets, temperature)[0]
 
 
 def chunked_logprobs(
@@ -45,25 +52,21 @@ def chunked_logprobs(
     head_weight: Tensor,
     targets: Tensor,
     temperature: float,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `targets` int64 [n] after hidden [n, width], and the entropy of each row's whole
     distribution: (float32 [n], float32 [n]), both in nats at `temperature`.
 
     The log-probs have a gradient in `hidden` and `head_weight`; the entropy is a metric and has
-    none. No tensor of more than max(chunk_rows, 16) x vocabulary exists at any time: the backward
-    pass computes the logits of each chunk again, and adds up the head's gradient in float32.
+    none. No tensor of more than max(chunk_rows, 16) x vocabulary exists at any time (0: what
+    CHUNK_BYTES hold): the backward pass computes the logits of each chunk again, and adds up the
+    head's gradient in float32.
     """
+    chunk_rows = chunk_rows or max(16, CHUNK_BYTES // head_weight[:, 0].nbytes // 8 * 8)
     return _ChunkedLogprobs.apply(hidden, head_weight, targets, temperature, chunk_rows)
 
 
-def _target_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
-
 class _ChunkedLogprobs(torch.autograd.Function):
-    """d log p(y) / d z = onehot(y) - softmax(z), with z = logits / temperature."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -73,51 +76,85 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_rows: int,
     ) -> tuple[Tensor, Tensor]:
-        parts = [
-            _chunk_forward(chunk, head_weight, chunk_targets, temperature)
-            for chunk, chunk_targets in zip(
-                hidden.split(chunk_rows), targets.split(chunk_rows), strict=True
-            )
-        ]
-        logprobs, logsumexp, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, head_weight, targets, logsumexp)
+        buffer = _logits_buffer(hidden, head_weight, chunk_rows)
+        parts = []
+        for chunk, chunk_targets in zip(
+            hidden.split(chunk_rows), targets.split(chunk_rows), strict=True
+        ):
+            n = len(chunk)
+            extra = padded_rows(n) - n
+            if extra:
+                chunk = F.pad(chunk, (0, 0, 0, extra))
+            logits = torch.mm(chunk, head_weight.T, out=buffer[: n + extra])
+            parts.append(_read_chunk(logits[:n], chunk_targets, temperature))
+        logprobs, entropy, largest, inverse_sum = map(torch.cat, zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, head_weight, targets, largest, inverse_sum)
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, head_weight, targets, logsumexp = ctx.saved_tensors
+        hidden, head_weight, *columns = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        scale = grads[0] / ctx.temperature
+        columns.append(grads[0].contiguous())
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(head_weight, dtype=torch.float32) if need_weight else None
+        grad_weight: Tensor | None = None
+        buffer = _logits_buffer(hidden, head_weight, ctx.chunk_rows)
         for start in range(0, len(hidden), ctx.chunk_rows):
             rows = slice(start, start + ctx.chunk_rows)
-            probs = scaled_logits(hidden[rows], head_weight, ctx.temperature)
-            probs = probs.sub_(logsumexp[rows, None]).exp_()
-            grad_logits = probs.mul_(-scale[rows, None])
-            grad_logits.scatter_add_(1, targets[rows, None], scale[rows, None])
-            grad_logits = grad_logits.to(hidden.dtype)
+            chunk = hidden[rows]
+            logits = torch.mm(chunk, head_weight.T, out=buffer[: len(chunk)])
+            grad_logits = _gradient_(logits, *(x[rows] for x in columns), ctx.temperature)
             if grad_hidden is not None:
                 torch.mm(grad_logits, head_weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[rows]
-        weight_result = None if grad_weight is None else grad_weight.to(head_weight.dtype)
-        return grad_hidden, weight_result, None, None, None
+            if need_weight:
+                part = grad_logits.T @ chunk
+                grad_weight = part if grad_weight is None else grad_weight.float().add_(part)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(head_weight.dtype)
+        return grad_hidden, grad_weight, None, None, None
 
 
-def _chunk_forward(
-    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> log-probs, logsumexp, entropy: float32 [n] each."""
-    n = len(hidden)
-    extra = padded_rows(n) - n
-    logits = scaled_logits(F.pad(hidden, (0, 0, 0, extra)), head_weight, temperature)
-    logsumexp = logits.logsumexp(-1)
-    # token_logprobs, keeping the logsumexp for the backward pass
-    logprobs = _target_logits(logits, F.pad(targets, (0, extra))) - logsumexp
-    # logsumexp - sum of p z would cancel for a peaked distribution
-    log_probs = logits.sub_(logsumexp[:, None])
-    entropy = -log_probs.exp().mul_(log_probs).sum(-1)
-    return logprobs[:n], logsumexp[:n], entropy[:n]
+def _logits_buffer(hidden: Tensor, head_weight: Tensor, chunk_rows: int) -> Tensor:
+    # one for all chunks: fresh pages cost as much as a pass over them
+    n = padded_rows(min(len(hidden), chunk_rows))
+    return hidden.new_empty(n, len(head_weight))
+
+
+def _read_chunk(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    if cpu_kernels.used_for(logits):
+        return logits_cpu.read(logits, targets, temperature)
+    return _read(logits, targets, temperature)
+
+
+def _read(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """Plain twin of `logits_cpu.read`: log-probs, entropy, largest logit, 1 / sum of weights."""
+    wide = logits.float()
+    largest = wide.amax(-1)
+    gaps = (wide - largest[:, None]).div_(temperature)
+    weights = gaps.exp()
+    total = weights.sum(-1)
+    logprobs = gaps.gather(-1, targets[:, None])[:, 0] - total.log()
+    # -sum p log p, of two terms that are both positive: nothing cancels
+    products = weights.mul_(gaps.clamp_(min=-1000.0))
+    return logprobs, total.log() - products.sum(-1) / total, largest, 1 / total
+
+
+def _gradient_(
+    logits: Tensor,
+    targets: Tensor,
+    largest: Tensor,
+    inverse_sum: Tensor,
+    grad: Tensor,
+    temperature: float,
+) -> Tensor:
+    """The gradient in the logits, from `grad` in the log-probs, in the dtype of the logits; may be
+    written over them. d log p(y) / d z = onehot(y) - softmax(z), with z = logits / temperature."""
+    if cpu_kernels.used_for(logits):
+        return logits_cpu.gradient_(logits, targets, largest, inverse_sum, grad, temperature)
+    scale = grad / temperature
+    probs = (logits.float() - largest[:, None]).div_(temperature).exp_().mul_(inverse_sum[:, None])
+    grad_logits = probs.mul_(-scale[:, None])
+    grad_logits.scatter_add_(1, targets[:, None], scale[:, None])
+    return grad_logits.to(logits.dtype)

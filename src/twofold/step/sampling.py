@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twofold.model import cpu_kernels, logits_cpu
 from twofold.step.logprob import token_logprobs
 
 _RANKED_FIRST = 1024  # top_p looks at this many likeliest tokens before it sorts the vocabulary
@@ -53,22 +54,26 @@ class Sampling:
 def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     """One token per row.
 
-    logits float32 [n, vocabulary], already divided by the temperature (`logprob.scaled_logits`), n
-    above 1; uniforms float64 [n] in (0, 1) -> token ids int64 [n]; log-probs float32 [n] in nats,
+    logits [n, vocabulary] of any dtype, not yet divided by the temperature (`logprob.head_logits`),
+    n above 1; uniforms float64 [n] in (0, 1) -> token ids int64 [n]; log-probs float32 [n] in nats,
     before truncation; kept log-mass float32 [n], the log of the probability that truncation left.
     A row's result depends on that row and its uniform alone. A token of probability 0, or one that
     truncation removed, is never drawn.
     """
+    temperature = sampling.temperature
+    nothing_lost = torch.zeros(len(logits), device=logits.device)
     if sampling.greedy:
         token_ids = logits.argmax(-1)
-        return token_ids, token_logprobs(logits, token_ids), logits.new_zeros(len(logits))
-    probs = logits.softmax(-1)
+        return token_ids, token_logprobs(logits, token_ids, temperature), nothing_lost
+    if not sampling.truncates and cpu_kernels.used_for(logits):
+        return *logits_cpu.draw(logits, uniforms, temperature), nothing_lost
+    probs = logits.float().div(temperature).softmax(-1)
     if sampling.truncates:
         probs = probs * (probs >= _threshold(probs, sampling)[:, None])
     token_ids, mass = _draw(probs, uniforms)
     # without truncation the mass is 1 but for rounding
-    kept_logmass = mass.clamp(max=1).log().float() if sampling.truncates else mass.float() * 0
-    return token_ids, token_logprobs(logits, token_ids), kept_logmass
+    kept_logmass = mass.clamp(max=1).log().float() if sampling.truncates else nothing_lost
+    return token_ids, token_logprobs(logits, token_ids, temperature), kept_logmass
 
 
 def _threshold(probs: Tensor, sampling: Sampling) -> Tensor:
