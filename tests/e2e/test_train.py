@@ -11,7 +11,7 @@ from tests.e2e.rewards import even_sum, some_fail
 from tests.e2e.small import folder, small_config, versions
 
 from twofold.config import Config
-from twofold.model import weights
+from twofold.model import attention, weights
 from twofold.obs.record import Record
 from twofold.runtime import checkpoint, run
 from twofold.step.generate import Generator
@@ -154,14 +154,17 @@ def test_failed_samples_are_left_out_and_hopeless_groups_replaced(
     assert len(trained) == 8
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_learning_rate_0_keeps_the_ratio_at_1(
-    folder: Path, tmp_path: Path, temperature: float
+    folder: Path, tmp_path: Path, temperature: float, dtype: str
 ) -> None:
-    """20 steps, S = 1, fp32: behaviour log-probs equal the training forward's and do not drift."""
+    """20 steps: behaviour log-probs equal the training forward's, of fresh and of stale tokens, and
+    do not drift. Bit for bit with the compiled kernels, whose rows do not depend on the batch."""
     config = small_config(
         folder,
         tmp_path / "run",
+        model__dtype=dtype,
         train__steps=20,
         train__learning_rate=0.0,
         rollout__temperature=temperature,
@@ -169,13 +172,24 @@ def test_learning_rate_0_keeps_the_ratio_at_1(
     )
     result = run.train(config, reward=even_sum)
     with Record.open(result.run_dir, read_only=True) as record:
-        gaps = [row.value for row in record.metrics("logprob_gap/max")]
-        ratios = [row.value for row in record.metrics("ratio/max")]
+        values = {
+            name: [row.value for row in record.metrics(name)]
+            for name in ("logprob_gap/max", "ratio/min", "ratio/max", "staleness/mean")
+        }
         weights_seen = set(versions(record).values())
-    print(f"largest gap {max(gaps):.2e}, largest ratio - 1 {max(ratios) - 1:.2e}")
+    gap, low, high = (
+        max(values["logprob_gap/max"]),
+        1 - min(values["ratio/min"]),
+        max(values["ratio/max"]) - 1,
+    )
+    print(f"largest gap {gap:.2e}, ratio from 1 - {low:.2e} to 1 + {high:.2e}")
     assert len(weights_seen) == 1
-    assert len(gaps) >= 5 and max(gaps) <= 1e-5
-    assert max(ratios) - 1 <= 1e-5
+    assert len(values["ratio/min"]) >= 15, "too few steps had something to train"
+    assert sum(0 < mean < 1 for mean in values["staleness/mean"]) >= 10, "fresh and stale in a step"
+    assert len(values["logprob_gap/max"]) >= 10
+    exact = attention.kernel_name() == "cpu kernel"
+    limit = 0.0 if exact else {"float32": 1e-5, "bfloat16": 0.1}[dtype]
+    assert max(gap, low, high) <= limit
 
 
 def test_generation_and_training_share_their_storage(folder: Path, tmp_path: Path) -> None:

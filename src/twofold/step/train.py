@@ -315,14 +315,16 @@ def _columns(pack: Pack, n_valid: int, version: int, with_reference: bool) -> _C
 
 def _token_metrics(table: TokenTable, with_kl: bool) -> dict[str, float]:
     """Means over the tokens that were computed. clip_fraction: share of them whose clip (or, with
-    truncated correction, importance cap) bound; ratio: current over behaviour probability;
-    logprob_gap: |log-prob in training - behaviour| of the tokens of the version being trained."""
+    truncated correction, importance cap) bound; ratio: current over behaviour probability, of
+    stale tokens too; logprob_gap: |log-prob in training - behaviour| of the tokens of the version
+    being trained."""
     loss, entropy, kl, bound, ratio, gap, fresh = table.astype(np.float64)
     metrics = {
         "loss": loss.sum(),
         "entropy": entropy.mean(),
         "clip_fraction": bound.mean(),
         "ratio/mean": ratio.mean(),
+        "ratio/min": ratio.min(),
         "ratio/max": ratio.max(),
     }
     if with_kl:
