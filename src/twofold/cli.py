@@ -4,8 +4,8 @@ Owns: commands, their arguments, help texts, exit codes. Does not own: options o
 or any of the work (`runtime.run`, `obs.samples`, `check`), which is imported only when it is
 needed, after the threads are bound.
 
-Exit codes: 0 done, 1 failed (one line on standard error), 2 bad input (one line on standard error), 130 stopped by Ctrl-C, 143
-stopped by SIGTERM.
+Exit codes: 0 done, 1 failed, 2 bad input (both with one line on standard error), 130 stopped by
+Ctrl-C, 143 stopped by SIGTERM.
 """
 
 from __future__ import annotations

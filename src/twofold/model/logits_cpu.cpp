@@ -5,9 +5,9 @@
 // thread pool (the caller, logits_cpu.py), what the numbers mean (step/logprob.py, step/sampling.py).
 //
 // With m the largest logit x of a row and T the temperature, everything is made of exp((x - m) / T):
-// their sum over blocks of 256 tokens in fp32 (16 lanes each), over the blocks in float64. A row is
-// read twice, from the cache the second time, and no other tensor of its length is made. A row's
-// result depends on that row alone, to the last bit.
+// their sum, in float64 (16 lanes) because a draw must find tokens of probability 1e-9 beside one of
+// 1, is kept by blocks of 256 tokens. A row is read twice, from the cache the second time, and no other
+// tensor of its length is made. A row's result depends on that row alone, to the last bit.
 
 #include <cmath>
 #include <vector>
@@ -51,12 +51,13 @@ struct Row {
     Vec weights(int64_t e) const { return exp2_of(below(e) * splat(factor)); }
     // Sum of the weights of block b; `slope` += sum of weight * (x - m).
     template <bool WITH_SLOPE>
-    float block(int64_t b, double& slope) const {
-        LaneSum sum, products;
+    double block(int64_t b, double& slope) const {
+        WideLaneSum sum;
+        LaneSum products;
         const int64_t end = (b + 1) * TOKENS < vocab ? (b + 1) * TOKENS : vocab;
         for (int64_t e = b * TOKENS; e < end; e += W) {
             Vec gap = below(e), weight = exp2_of(gap * splat(factor));
-            sum.at(e) += weight;
+            sum.at(e) += widened(weight);
             if (WITH_SLOPE) products.at(e) += weight > Vec{} ? weight * gap : Vec{};
         }
         if (WITH_SLOPE) slope += products.folded();

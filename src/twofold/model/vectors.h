@@ -31,6 +31,7 @@ typedef float Vec __attribute__((vector_size(4 * W)));
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef uint32_t Bits __attribute__((vector_size(4 * W)));
 typedef uint16_t Halves __attribute__((vector_size(2 * W)));
+typedef double Doubles __attribute__((vector_size(8 * W)));
 typedef uint16_t BFloat16;
 
 template <class To, class From>
@@ -97,8 +98,9 @@ inline Vec exp2_of(Vec x) {
 }
 
 // Sum of 16 lanes, pairwise in a fixed order.
-inline float fold(const float* lanes) {
-    float sum[LANES];
+template <class Float>
+inline Float fold(const Float* lanes) {
+    Float sum[LANES];
     std::memcpy(sum, lanes, sizeof sum);
     for (int half = LANES / 2; half; half /= 2)
         for (int l = 0; l < half; l++) sum[l] += sum[l + half];
@@ -106,11 +108,15 @@ inline float fold(const float* lanes) {
 }
 
 // A sum over elements that come a vector at a time, `e` elements into the row: 16 lanes (e mod 16).
-struct LaneSum {
-    alignas(64) Vec lanes[LANES / W] = {};
-    Vec& at(int64_t e) { return lanes[e / W % (LANES / W)]; }
-    float folded() const { return fold(reinterpret_cast<const float*>(lanes)); }
+template <class Lanes, class Float>
+struct Sum {
+    alignas(64) Lanes lanes[LANES / W] = {};
+    Lanes& at(int64_t e) { return lanes[e / W % (LANES / W)]; }
+    Float folded() const { return fold(reinterpret_cast<const Float*>(lanes)); }
 };
+typedef Sum<Vec, float> LaneSum;
+typedef Sum<Doubles, double> WideLaneSum;
+inline Doubles widened(Vec x) { return __builtin_convertvector(x, Doubles); }
 
 // x as it comes back from memory.
 inline Vec rounded(const float*, Vec x) { return x; }

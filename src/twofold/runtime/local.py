@@ -68,6 +68,7 @@ class LocalExecutor:
         )  # seconds per phase since the last update
         self._step_tokens = self._step_dropped = 0
         self.on_command: Callable[[Command], None] = lambda command: None
+        self.on_wait: Callable[[str], None] = lambda what: None
         self.on_quantum: Callable[[int, float], None] = lambda unfinished, tokens_per_s: None
 
     # ------------------------------------------------------------ the executor's contract
@@ -109,6 +110,7 @@ class LocalExecutor:
             if self._queue and (wanted is None or self._stop_reported):
                 return self._run(self._queue.popleft())
             assert self._asked, "nothing to run and nothing to wait for"
+            self.on_wait(f"reward of group {self._asked[0].group_id}")
             self._rewards.collect(STOP_LOOK_S)
 
     # ------------------------------------------------------------ cards

@@ -167,6 +167,7 @@ class _Parts:
             last_card_seq=last_card_seq,
         )
         self.executor.on_quantum = progress.quantum
+        self.executor.on_wait = lambda what: progress.phase(f"wait for the {what}")
         self.executor.on_command = lambda command: progress.phase(phase_name(command))
 
     def start(self, record: Record) -> RunResult:
