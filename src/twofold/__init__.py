@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from twofold.config import Config
     from twofold.runtime.run import RunResult
@@ -22,14 +22,15 @@ __all__ = ["Config", "__version__", "resume", "train"]
 
 def train(
     config: Config | Mapping[str, Any] | str | os.PathLike[str],
-    reward: Callable[..., Any] | None = None,
+    reward: Callable[..., Any] | Sequence[Callable[..., Any] | str] | None = None,
 ) -> RunResult:
     """Post-trains a model and returns how it ended (`outcome`), the run folder and the version.
 
     `config`: a Config, {section: {option: value}}, or the path of a TOML file. `reward`: a function
     `reward(prompts, completions, **columns)` that returns one number per completion (the signature
-    of TRL's reward functions); None: the reward that the config names. Raises ValueError for
-    options that are wrong.
+    of TRL's reward functions), or several, with names of built-ins among them if wanted, whose sum
+    weighted by `reward.weights` counts; None: what the config names. Raises ValueError for options
+    that are wrong.
 
     Threads are bound to cores (see `threads`), unless torch is already loaded.
     """
@@ -49,7 +50,10 @@ def train(
     return run.train(config, reward, progress)
 
 
-def resume(run_dir: str | os.PathLike[str], reward: Callable[..., Any] | None = None) -> RunResult:
+def resume(
+    run_dir: str | os.PathLike[str],
+    reward: Callable[..., Any] | Sequence[Callable[..., Any] | str] | None = None,
+) -> RunResult:
     """Goes on with a run that was stopped or killed, from what its folder holds, with the options
     it was started with. `reward` is needed if the run was started with one. Raises ValueError when
     there is nothing to resume."""

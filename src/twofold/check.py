@@ -60,7 +60,8 @@ def _device() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "cpu (no accelerator that this torch can use)"
-    return f"{accelerator.type}, {torch.accelerator.device_count()} present, one is used"
+    n, memory = torch.accelerator.device_count(), torch.accelerator.get_memory_info()
+    return f"{accelerator.type}, {n} present, one is used: {_free(*memory)}"
 
 
 def _cpu() -> str:
@@ -72,8 +73,11 @@ def _memory() -> str:
     total, free = _proc("/proc/meminfo", "MemTotal"), _proc("/proc/meminfo", "MemAvailable")
     if not total or not free:
         return "unknown"
-    gib = [int(text.split()[0]) / 2**20 for text in (free, total)]  # /proc counts in KiB
-    return f"{gib[0]:.1f} of {gib[1]:.1f} GiB free"
+    return _free(*(int(text.split()[0]) * 1024 for text in (free, total)))  # /proc counts in KiB
+
+
+def _free(free_bytes: int, total_bytes: int) -> str:
+    return f"{free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB free"
 
 
 def _bfloat16() -> str:

@@ -316,6 +316,6 @@ def options_help() -> str:
 
 
 def _shown(value: object) -> str:
-    if value in ("", {}):
+    if value in ("", {}, []):
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

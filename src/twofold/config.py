@@ -44,14 +44,38 @@ class ModelConfig:
 
 @dataclass
 class TaskConfig:
-    name: str = _option("addition", "addition, reasoning_gym or jsonl")
-    path: str = _option("", "jsonl: the file, one row an item")
-    prompt_column: str = _option("prompt", "jsonl: column with chat messages or text")
-    dataset: str = _option("", "reasoning_gym: name of the dataset, e.g. chain_sum")
+    name: str = _option(
+        "addition", "addition, reasoning_gym, jsonl, csv, parquet or huggingface: docs/data.md"
+    )
+    path: str = _option("", "jsonl, csv, parquet: the file, one row an item")
+    prompt_column: str = _option(
+        "prompt", "jsonl, csv, parquet, huggingface: column with chat messages or text"
+    )
+    as_chat: bool = _option(
+        False, "a prompt that is text is asked as a user message, instead of being continued"
+    )
+    columns: list[str] = _option(
+        [], "jsonl, csv, parquet, huggingface: columns that rewards get; empty: all"
+    )
+    dataset: str = _option(
+        "",
+        "reasoning_gym: name of the dataset, e.g. chain_sum; huggingface: a name on the hub or a "
+        "folder",
+    )
     dataset_options: dict[str, Any] = _option({}, "reasoning_gym: options of the dataset")
+    subset: str = _option("", "huggingface: the configuration, where a dataset has several")
+    split: str = _option("train", "huggingface: which split")
+    digits: int = _option(1, "addition: digits of the two numbers, 1 or 2")
     size: int = _option(512, "reasoning_gym: how many items to make")
+    mixture: list[dict[str, Any]] = _option(
+        [],
+        "several sources: of each its options of [task], what is not given is taken from there, "
+        "and a weight (1)",
+    )
     system_prompt: str = _option("", "system message put before chat prompts that have none")
-    held_out: int = _option(24, "items kept for evaluation and never trained on")
+    held_out: int = _option(
+        24, "items kept for evaluation and never trained on; of each source of a mixture"
+    )
     seed: int = _option(0, "decides which items are held out, and what reasoning_gym generates")
 
 
@@ -59,17 +83,27 @@ class TaskConfig:
 class RewardConfig:
     function: str = _option(
         "",
-        "last_number, exact_match, math_verify, reasoning_gym, module:function or "
+        "last_number, exact_match, math_verify, reasoning_gym, code, module:function or "
         "file.py:function; empty: the task's own",
     )
+    functions: list[str] = _option([], "several instead of one; a reward is their weighted sum")
+    weights: list[float] = _option([], "one for each of the functions; empty: 1 each")
     timeout_s: float = _option(10.0, "a call that takes longer is killed, its samples are failed")
     workers: int = _option(1, "reward processes; each judges one group at a time")
+
+    @property
+    def named(self) -> list[str]:
+        """The functions that options name; none: the task's own."""
+        return self.functions or ([self.function] if self.function else [])
 
 
 @dataclass
 class RolloutConfig:
     group_size: int = _option(8, "completions per prompt (G)")
     max_new_tokens: int = _option(64, "longest completion, the end token included")
+    stop: list[str] = _option(
+        [], "texts that end a completion; what rewards see ends before the first of them"
+    )
     temperature: float = _option(1.0, "sampling temperature, above 0")
     top_k: int = _option(0, "sample among the k likeliest tokens; 0: off")
     top_p: float = _option(1.0, "sample among the likeliest tokens that sum to p; 1: off")
@@ -92,7 +126,12 @@ class SchedConfig:
     )
     groups_per_step: int = _option(8, "groups in one training batch (P)")
     max_drops_per_step: int = _option(
-        32, "groups dropped for failed rewards before one step; one more stops the run"
+        32,
+        "groups dropped before one step, for failed rewards or by dynamic_sampling; one more stops "
+        "the run",
+    )
+    dynamic_sampling: bool = _option(
+        False, "replace groups whose rewards are all equal instead of training them (DAPO)"
     )
 
 
@@ -103,22 +142,79 @@ class TrainConfig:
     schedule: Literal["constant", "linear", "cosine"] = _option(
         "constant", "learning rate after warm-up: constant, or falling to 0 at the last step"
     )
-    warmup_steps: int = _option(0, "steps of linear warm-up")
+    warmup_steps: int = _option(0, "updates of linear warm-up")
     beta1: float = _option(0.9, "AdamW")
     beta2: float = _option(0.95, "AdamW")
     adam_eps: float = _option(1e-8, "AdamW")
     weight_decay: float = _option(0.0, "AdamW; norms and biases are exempt")
     max_grad_norm: float = _option(1.0, "gradients are scaled down to this norm; 0: off")
-    clip_low: float = _option(0.2, "the ratio is clipped below at 1 - clip_low")
-    clip_high: float = _option(0.2, "the ratio is clipped above at 1 + clip_high")
-    correction: Literal["none", "truncated"] = _option(
-        "none",
-        "none: the ratio is taken against the behaviour log-probs; truncated: against the weights "
-        "before the update, times an importance weight capped at importance_cap",
+    loss: Literal[
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gspo",
+        "cispo",
+        "ppo",
+    ] = _option("grpo", "which advantage, ratio and denominator: docs/losses.md")
+    updates_per_batch: int = _option(
+        1,
+        "optimizer updates from one batch (U); at most sched.max_staleness + 1, for the weights "
+        "that sampled it grow older with each",
     )
-    importance_cap: float = _option(2.0, "cap of the truncated importance weight")
-    kl_coef: float = _option(
-        0.0, "weight of the KL term (k3) to the reference model; 0: none loaded"
+    epochs: int = _option(
+        1,
+        "passes over a batch; each is split into updates_per_batch / epochs mini-batches of whole "
+        "groups",
+    )
+    clip_low: float = _option(0.2, "the ratio is clipped below at 1 - clip_low (not by cispo)")
+    clip_high: float = _option(
+        0.2, "the ratio is clipped above at 1 + clip_high; DAPO's clip-higher takes 0.28"
+    )
+    correction: Literal[
+        "none",
+        "decoupled",
+        "token_truncated",
+        "token_masked",
+        "sequence_truncated",
+        "sequence_masked",
+    ] = _option(
+        "none",
+        "for stale tokens. none: the ratio is taken against the behaviour log-probs; the others: "
+        "against the weights before the step, times the importance weight of the token or of the "
+        "whole completion: decoupled as it is, truncated capped at importance_cap, masked 0 "
+        "outside importance_floor to importance_cap",
+    )
+    importance_cap: float = _option(2.0, "largest importance weight of a correction")
+    importance_floor: float = _option(0.0, "smallest one that a masked correction keeps")
+    kl_coef: float = _option(0.0, "weight of the KL term to the reference model; 0: none loaded")
+    kl_estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = _option(
+        "k3", "how the KL is estimated from the sampled tokens: docs/losses.md"
+    )
+    kl_in_reward: bool = _option(
+        False,
+        "take the KL off the rewards instead of adding it to the loss; per token for reinforce_pp, "
+        "per completion otherwise; needs kl_estimator k1",
+    )
+    mask_truncated: bool = _option(
+        False,
+        "completions cut off at rollout.max_new_tokens are not trained; they still count in their "
+        "group's statistics",
+    )
+    overlong_buffer_tokens: int = _option(
+        0,
+        "the reward falls by up to overlong_penalty over this many last tokens before "
+        "rollout.max_new_tokens (DAPO's soft overlong penalty); 0: off",
+    )
+    overlong_penalty: float = _option(1.0, "taken off the reward of the longest completions")
+    gamma: float = _option(1.0, "ppo: discount of a reward per token")
+    gae_lambda: float = _option(0.95, "ppo: how far advantages look beyond the critic's next value")
+    value_coef: float = _option(0.1, "ppo: weight of the critic's loss")
+    value_clip: float = _option(0.2, "ppo: the critic's values move this far in a step; 0: off")
+    value_lr_factor: float = _option(
+        10.0, "ppo: learning rate of the value head, as a multiple of the model's"
     )
     micro_batch_tokens: int = _option(2048, "most token rows in one forward and backward pass")
 
@@ -138,6 +234,11 @@ class RunConfig:
     eval_every: int = _option(0, "steps between held-out evaluations; 0: before and after only")
     eval_samples: int = _option(8, "completions per held-out prompt at temperature 1")
     tensorboard: bool = _option(True, "write TensorBoard files into the run folder")
+    wandb: bool = _option(False, "send metrics to Weights & Biases too, as run.name; needs wandb")
+    trackio: bool = _option(False, "send metrics to trackio too, as run.name; needs trackio")
+    memory_limit_gb: float = _option(
+        0.0, "refuse a run that is expected to need more, in 10^9 bytes; 0: what the machine has"
+    )
     save_model: bool = _option(True, "write the trained model as a Hugging Face folder at the end")
 
 
@@ -159,12 +260,14 @@ SECTIONS = tuple(f.name for f in fields(Config))
 
 
 class Option(NamedTuple):
-    """One option: `kind` is int, float, bool, str, dict, or the tuple of words it chooses from."""
+    """One option: `kind` is int, float, bool, str, dict, list (of `item`, one of the others), or
+    the tuple of words it chooses from."""
 
     name: str  # section.option
     kind: Any
     default: Any
     help: str
+    item: Any = None
 
 
 def _list_options() -> dict[str, Option]:
@@ -176,7 +279,14 @@ def _list_options() -> dict[str, Option]:
             choices = get_args(hint) if get_origin(hint) is Literal else ()
             name = f"{section}.{f.name}"
             kind = choices or get_origin(hint) or hint
-            options[name] = Option(name, kind, getattr(values, f.name), f.metadata["help"])
+            item = get_args(hint)[0] if kind is list else None
+            options[name] = Option(
+                name,
+                kind,
+                getattr(values, f.name),
+                f.metadata["help"],
+                get_origin(item) or item,
+            )
     return options
 
 
@@ -277,6 +387,7 @@ _KIND_NAMES = {
     bool: "true or false",
     str: "text",
     dict: "a table, for example {min_terms = 2}",
+    list: "a list, for example [1, 2] or ['a']",
 }
 
 
@@ -294,6 +405,12 @@ def _accept(option: Option, value: Any) -> Any:
         if value not in kind:
             raise _wrong(option, value)
         return value
+    if kind is list and isinstance(value, list | tuple):
+        one = option._replace(kind=option.item, item=None)
+        return [
+            _accept(one._replace(name=f"{option.name}[{i}]"), entry)
+            for i, entry in enumerate(value)
+        ]
     is_bool = isinstance(value, bool)
     if kind is float and isinstance(value, int | float) and not is_bool and math.isfinite(value):
         return float(value)
@@ -309,7 +426,7 @@ def _parse(option: Option, text: str) -> Any:
     try:
         if option.kind is bool:
             return {"true": True, "false": False}[text.lower()]
-        if option.kind is dict:
+        if option.kind in (dict, list):
             return _accept(option, tomllib.loads(f"value = {text}")["value"])
         return _accept(option, option.kind(text))
     except (KeyError, ValueError):
@@ -325,17 +442,29 @@ _AT_LEAST = {
     "sched.max_staleness": 0, "sched.groups_per_step": 1, "sched.max_drops_per_step": 0,
     "train.steps": 1, "train.learning_rate": 0, "train.warmup_steps": 0, "train.weight_decay": 0,
     "train.max_grad_norm": 0, "train.clip_high": 0, "train.kl_coef": 0,
-    "train.micro_batch_tokens": 1, "run.seed": 0, "run.threads": 0, "run.checkpoint_every": 0,
-    "run.keep_checkpoints": 1, "run.eval_every": 0, "run.eval_samples": 0,
+    "train.updates_per_batch": 1, "train.epochs": 1, "train.importance_floor": 0,
+    "train.value_coef": 0, "train.value_clip": 0, "train.value_lr_factor": 0,
+    "train.overlong_buffer_tokens": 0, "train.overlong_penalty": 0, "train.micro_batch_tokens": 1,
+    "run.seed": 0, "run.threads": 0, "run.checkpoint_every": 0, "run.keep_checkpoints": 1,
+    "run.eval_every": 0, "run.eval_samples": 0, "run.memory_limit_gb": 0,
 }  # fmt: skip
 _DEVICES = ("auto", "cpu", "cuda", "npu", "xpu")
+_ONE_IS_ENOUGH = ("reinforce_pp", "ppo")  # losses that do not compare within the group
 _RULES: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ("model.name", lambda c: c.model.name != "", "name a model or a folder"),
+    ("task.digits", lambda c: c.task.digits in (1, 2), "give 1 or 2"),
+    (
+        "reward.functions",
+        lambda c: not (c.reward.function and c.reward.functions),
+        "reward.function names one already; give one of the two options",
+    ),
     ("reward.timeout_s", lambda c: c.reward.timeout_s > 0, "give seconds above 0"),
+    ("rollout.stop", lambda c: "" not in c.rollout.stop, "an empty text ends nothing"),
     (
         "rollout.group_size",
-        lambda c: c.rollout.group_size >= 2,
-        "GRPO compares the completions of a prompt; give 2 or more",
+        lambda c: c.rollout.group_size >= 2 or c.train.loss in _ONE_IS_ENOUGH,
+        "the loss compares the completions of a prompt; give 2 or more, or take train.loss "
+        "reinforce_pp or ppo",
     ),
     (
         "rollout.temperature",
@@ -354,6 +483,45 @@ _RULES: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ("train.adam_eps", lambda c: c.train.adam_eps > 0, "give more than 0"),
     ("train.clip_low", lambda c: 0 <= c.train.clip_low <= 1, "give 0 to 1"),
     ("train.importance_cap", lambda c: c.train.importance_cap > 0, "give more than 0"),
+    (
+        "train.importance_floor",
+        lambda c: c.train.importance_floor < c.train.importance_cap,
+        "give less than train.importance_cap",
+    ),
+    ("train.gamma", lambda c: 0 < c.train.gamma <= 1, "give more than 0, at most 1"),
+    ("train.gae_lambda", lambda c: 0 <= c.train.gae_lambda <= 1, "give 0 to 1"),
+    (
+        "train.updates_per_batch",
+        lambda c: c.train.updates_per_batch <= c.sched.max_staleness + 1,
+        "the last update of a batch would be further than sched.max_staleness from the weights "
+        "that sampled it; give sched.max_staleness + 1 at most",
+    ),
+    (
+        "train.epochs",
+        lambda c: c.train.updates_per_batch % c.train.epochs == 0,
+        "train.updates_per_batch must be a multiple of it",
+    ),
+    (
+        "train.updates_per_batch",
+        lambda c: c.sched.groups_per_step % (c.train.updates_per_batch // c.train.epochs) == 0,
+        "updates_per_batch / epochs mini-batches of whole groups must divide sched.groups_per_step",
+    ),
+    (
+        "train.kl_in_reward",
+        lambda c: not c.train.kl_in_reward or c.train.kl_estimator == "k1",
+        "a reward takes the KL as it is; give train.kl_estimator k1",
+    ),
+    (
+        "train.overlong_buffer_tokens",
+        lambda c: c.train.overlong_buffer_tokens <= c.rollout.max_new_tokens,
+        "give rollout.max_new_tokens at most",
+    ),
+    (
+        "sched.dynamic_sampling",
+        lambda c: not c.sched.dynamic_sampling or c.train.loss not in _ONE_IS_ENOUGH,
+        "the loss learns from groups whose rewards are all equal too; give false, or a loss that "
+        "compares within the group",
+    ),
     ("run.device", lambda c: c.run.device in _DEVICES, f"give one of {', '.join(_DEVICES)}"),
     (
         "run.name",

@@ -12,7 +12,7 @@ event, which names it by `command` (its seq): the matching fact below, `Failed` 
     Generate     Generated    one quantum on one card: admit these groups, then decode
     Reward       Rewarded     judge the finished samples of one group
     Score        Scored       reference log-probs of these groups
-    Train        Trained      one optimizer update from these groups
+    Train        Trained      the optimizer updates of one batch, these groups
     Publish      Published    these cards now hold these weights; makes the version exist
     Switch       Switched     the cards change phase
     Evaluate     Evaluated    held-out evaluation under a pinned version
@@ -84,7 +84,7 @@ class Score(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Command):
-    """Trains `version` into version + 1. `group_ids` is ascending."""
+    """Trains `version` into version + updates per batch. `group_ids` is ascending."""
 
     version: int
     group_ids: tuple[int, ...]
@@ -186,7 +186,7 @@ class Scored(Terminal):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(Terminal):
-    """The update is made; the version exists once it is published."""
+    """The updates are made; the version exists once it is published."""
 
     version: int  # the new one
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -58,15 +59,30 @@ def outcome(run_dir: Path) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+def crash_points(kinds: list[str], stride: int) -> list[tuple[int, bool]]:
+    """(n-th event, before its commit?): every `stride`-th event but the first and the last, before
+    and after the commit in turn; with stride 1 both moments of every kind of event."""
+    points = [(n, n // stride % 2 == 0) for n in range(2, len(kinds), stride)]
+    seen = {(kinds[n - 1], before) for n, before in points}
+    for n in range(2, len(kinds)):
+        for before in (True, False):
+            if stride == 1 and (kinds[n - 1], before) not in seen:
+                seen.add((kinds[n - 1], before))
+                points.append((n, before))
+    return points
+
+
+@pytest.mark.parametrize(("staleness", "stride"), [(0, 3), (2, 1)])
 def test_a_crash_at_any_event_changes_nothing(
-    folder: Path, tmp_path: Path, staleness: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, staleness: int, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def config(name: str) -> Any:
         return small_config(
             folder,
             tmp_path / name,
             sched__max_staleness=staleness,
+            rollout__quantum_decode_steps=4,
+            train__steps=3,
             run__checkpoint_every=2,
             run__save_model=False,
         )
@@ -74,16 +90,20 @@ def test_a_crash_at_any_event_changes_nothing(
     run.train(config("whole"), reward=even_sum)
     whole = outcome(tmp_path / "whole")
     with Record.open(tmp_path / "whole", read_only=True) as record:
-        n_events = sum(1 for _ in record.events())
-    for n in range(2, n_events, n_events // 6):
-        name = f"crash-{n}"
+        kinds = [event.kind for _, _, event in record.events()]
+    points = crash_points(kinds, stride)
+    assert len(points) > len(kinds) // stride - 3
+    for n, before in points:
+        name = f"crash-{n}-{before}"
         with monkeypatch.context() as patch:
-            crash_at(patch, n, before_commit=n % 2 == 0)
+            crash_at(patch, n, before)
             with pytest.raises(Crash):
                 run.train(config(name), reward=even_sum)
         result = run.resume(tmp_path / name, reward=even_sum)
-        assert result.outcome == "done"
-        assert outcome(tmp_path / name) == whole, f"crash at event {n} of {n_events}"
+        where = f"crash {'before' if before else 'after'} event {n} of {len(kinds)}, {kinds[n - 1]}"
+        assert result.outcome == "done", where
+        assert outcome(tmp_path / name) == whole, where
+        shutil.rmtree(tmp_path / name)
 
 
 def test_two_crashes_and_a_broken_checkpoint(
@@ -110,12 +130,21 @@ def test_two_crashes_and_a_broken_checkpoint(
 
 
 def test_kill_9_and_resume(folder: Path, tmp_path: Path) -> None:
-    """The real thing, from the command line: SIGKILL somewhere in the middle, then resume."""
-    config = small_config(
-        folder, tmp_path / "run", train__steps=12, run__checkpoint_every=5, run__save_model=False
-    )
-    config.reward.function = "tests.e2e.rewards:even_sum"
-    (tmp_path / "run.toml").write_text(to_toml(config))
+    """The real thing, from the command line: SIGKILL between two checkpoints, then resume; the
+    weights are those of a run that nothing interrupted. The reward takes its time, so that the
+    kill comes where it should."""
+
+    def config(name: str) -> Any:
+        return small_config(
+            folder,
+            tmp_path / name,
+            train__steps=12,
+            run__checkpoint_every=5,
+            run__save_model=False,
+            reward__function="tests.e2e.rewards:unhurried",
+        )
+
+    (tmp_path / "run.toml").write_text(to_toml(config("run")))
     command = [sys.executable, "-m", "twofold", "train", str(tmp_path / "run.toml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
@@ -131,7 +160,9 @@ def test_kill_9_and_resume(folder: Path, tmp_path: Path) -> None:
     resume = [sys.executable, "-m", "twofold", "resume", str(tmp_path / "run")]
     done = subprocess.run(resume, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "checkpoint of version 5" in done.stdout
+    assert re.search(r"resume +checkpoint of version (5|10)\b", done.stdout), done.stdout
+    run.train(config("whole"))
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
     with Record.open(tmp_path / "run", read_only=True) as record:
         assert list(versions(record)) == list(range(13))
         batches = [g.group_id for v in range(12) for g in record.trained_groups(v)]
@@ -156,6 +187,42 @@ def test_a_stop_request_ends_cleanly_and_goes_on(folder: Path, tmp_path: Path) -
     assert run.resume(tmp_path / "run", reward=even_sum).outcome == "done"
     with pytest.raises(ValueError, match="finished"):
         run.resume(tmp_path / "run", reward=even_sum)
+
+
+@pytest.mark.parametrize("version", [0, 4])
+def test_a_stop_cancels_an_evaluation_and_resume_makes_it_again(
+    folder: Path, tmp_path: Path, version: int
+) -> None:
+    """Before the first step and after the last; nothing of it counts, the second one is whole."""
+    config = small_config(folder, tmp_path / "run")
+
+    class Stopping(run.Progress):
+        at, stopped = 0, False
+
+        def step(self, version: int, steps: int, metrics: dict[str, float]) -> None:
+            self.at = version
+
+        def phase(self, name: str) -> None:
+            if name == "eval" and self.at == version and not self.stopped:
+                self.stopped = True  # a second one would interrupt at once
+                os.kill(os.getpid(), signal.SIGINT)
+
+    def evaluations() -> list[tuple[int, str | None]]:
+        with Record.open(tmp_path / "run", read_only=True) as record:
+            rows = [row for row in record.commands() if row.command.kind == "Evaluate"]
+            assert all(row.command.version in (0, 4) for row in rows)
+            return [(row.command.version, row.outcome) for row in rows]
+
+    def rates() -> set[int]:
+        with Record.open(tmp_path / "run", read_only=True) as record:
+            return {row.version for row in record.metrics("eval/pass_rate")}
+
+    assert run.train(config, reward=even_sum, progress=Stopping()).outcome == "stopped: Ctrl-C"
+    assert (version, "cancelled") in evaluations() and (version, "done") not in evaluations()
+    assert version not in rates()
+    assert run.resume(tmp_path / "run", reward=even_sum).outcome == "done"
+    assert (version, "done") in evaluations()
+    assert rates() == {0, 4}
 
 
 @pytest.mark.parametrize("what", ["model", "training prompts", "checkpoint"])

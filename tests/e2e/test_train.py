@@ -70,7 +70,14 @@ def plain_synchronous_loop(config: Config, folder: Path) -> str:
         max_new_tokens=config.rollout.max_new_tokens,
         stop_ids=weights.stop_ids(folder),
     )
-    trainer = Trainer(model, config.train, config.rollout.temperature, 0, config.train.steps)
+    trainer = Trainer(
+        model,
+        config.train,
+        config.rollout.temperature,
+        max_staleness=0,
+        total_steps=config.train.steps,
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
     n_groups = config.sched.groups_per_step
     for version in range(config.train.steps):
         groups = []
@@ -188,7 +195,7 @@ def test_learning_rate_0_keeps_the_ratio_at_1(
     assert sum(0 < mean < 1 for mean in values["staleness/mean"]) >= 10, "fresh and stale in a step"
     assert len(values["logprob_gap/max"]) >= 10
     exact = attention.kernel_name() == "cpu kernel"
-    limit = 0.0 if exact else {"float32": 1e-5, "bfloat16": 0.1}[dtype]
+    limit = 0.0 if exact else {"float32": 1e-5, "bfloat16": 0.05}[dtype]
     assert max(gap, low, high) <= limit
 
 

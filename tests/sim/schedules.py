@@ -100,11 +100,16 @@ def fold(history: History) -> Scheduler:
 
 
 def random_setting(random: Random) -> tuple[SchedulerSpec, Workload, Faults, float]:
+    updates_per_batch = random.choice((1, 1, 1, 2, 3))
+    group_size = random.randint(1, 4)
+    dynamic_sampling = group_size > 1 and random.random() < 0.2
     spec = SchedulerSpec(
         steps=random.randint(1, 5),
         groups_per_step=random.randint(1, 4),
-        group_size=random.randint(1, 4),
-        max_staleness=random.randint(0, 4),
+        group_size=group_size,
+        max_staleness=random.randint(0, 4) + updates_per_batch - 1,
+        updates_per_batch=updates_per_batch,
+        dynamic_sampling=dynamic_sampling,
         max_running_samples=random.randint(1, 8),
         quantum_decode_steps=random.randint(3, 12),
         max_drops_per_step=random.choice((1, 4, 8)),
@@ -124,6 +129,7 @@ def random_setting(random: Random) -> tuple[SchedulerSpec, Workload, Faults, flo
         reward_s=random.choice((0.001, 0.1, 3.0)),
         invalid=random.choice((0.0, 0.0, 0.3)),
         bad_group=random.choice((0.0, 0.0, 0.2)),
+        solved=random.choice((0.2, 0.2, 1.0)) if dynamic_sampling else random.random(),
         n_groups=n_groups,
     )
     shaky = random.random() < 0.5
@@ -140,6 +146,7 @@ def run_schedule(seed: int, checked: bool = True) -> History:
         workload,
         max_staleness=spec.max_staleness,
         max_running_samples=spec.max_running_samples,
+        updates_per_batch=spec.updates_per_batch,
         faults=faults,
         seed=random.randrange(2**32),
     )
@@ -158,7 +165,8 @@ def run_schedule(seed: int, checked: bool = True) -> History:
             committed = "commit" not in str(crashed)
             history.n_crashes += 1
         else:
-            if outcome == "done" or (outcome.startswith("failed") and random.random() < 0.5):
+            by_itself = outcome.startswith("failed") or "are all equal" in outcome
+            if outcome == "done" or (by_itself and random.random() < 0.5):
                 history.outcome = outcome
                 history.staleness = executor.versions_at_training
                 return history
@@ -191,7 +199,8 @@ def check_history(history: History) -> None:
 
     trained: list[int] = []
     versions = [e.version for e in events if isinstance(e, ev.Published)]
-    assert versions == list(range(1, len(versions) + 1)), versions
+    n_updates = spec.updates_per_batch
+    assert versions == [n_updates * (i + 1) for i in range(len(versions))], versions
     for event in events:
         if isinstance(event, ev.Trained):
             command = first_issue[event.command]
@@ -206,11 +215,14 @@ def check_history(history: History) -> None:
     assert set(once.values()) <= {1}, f"trained or dropped more than once: {once}"
     for command in first_issue.values():
         if isinstance(command, ev.Discard):
-            assert command.reason == "data ended" or "samples have a reward" in command.reason
+            solved = command.reason == "its rewards are all equal"
+            assert spec.dynamic_sampling or not solved
+            failed = "samples have a reward" in command.reason
+            assert command.reason == "data ended" or failed or solved
             if command.reason == "data ended":
                 assert history.n_groups is not None
-    for trained_version, token_version, _ in history.staleness:
-        assert 0 <= trained_version - token_version <= spec.max_staleness
+    for last_update, token_version, _ in history.staleness:
+        assert n_updates - 1 <= last_update - token_version <= spec.max_staleness
     if history.outcome == "done":
         check_done(history, versions, set(once), set(admissions))
 
@@ -236,9 +248,9 @@ def check_done(history: History, versions: list[int], left: set[int], started: s
         n_dropped = sum(isinstance(e, ev.Discarded) for e in events)
         n_needed = spec.steps * spec.groups_per_step
         assert len(started) == n_needed + n_dropped, "started more than was needed"
-    final = len(versions)
-    evaluated = {e.version for e in events if isinstance(e, ev.Evaluated)}
-    saved = {e.version for e in events if isinstance(e, ev.Checkpointed)}
+    final, n_updates = len(versions), spec.updates_per_batch  # in steps from here on
+    evaluated = {e.version / n_updates for e in events if isinstance(e, ev.Evaluated)}
+    saved = {e.version / n_updates for e in events if isinstance(e, ev.Checkpointed)}
     every = spec.eval_every
     due = {v for v in range(final) if v == 0 or (every and v % every == 0)} | {final}
     assert evaluated == (due if spec.evaluate else set())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,44 @@ def test_defaults_pass_their_own_checks_and_are_not_shared() -> None:
     check(Config())
     Config().task.dataset_options["x"] = 1
     assert Config().task.dataset_options == {}
+
+
+def test_lists(tmp_path: Path) -> None:
+    file = tmp_path / "lists.toml"
+    file.write_text(
+        '[reward]\nfunctions = ["last_number", "own.py:f"]\nweights = [1, 0.5]\n'
+        '[task]\nmixture = [{name = "jsonl", path = "a"}, {weight = 2}]\n'
+    )
+    loaded = load_config(file, ["--rollout.stop", r'["\n\n", "END"]'])
+    assert loaded.rollout.stop == ["\n\n", "END"]
+    assert loaded.reward.weights == [1.0, 0.5] and type(loaded.reward.weights[0]) is float
+    assert loaded.reward.named == ["last_number", "own.py:f"]
+    assert loaded.task.mixture == [{"name": "jsonl", "path": "a"}, {"weight": 2}]
+    (tmp_path / "again.toml").write_text(to_toml(loaded))
+    assert load_config(tmp_path / "again.toml") == loaded
+    assert Config().reward.named == [] and Config().rollout.stop == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--rollout.stop", "x"], r"rollout.stop = 'x' is not a list, for example \[1, 2\] or .*"),
+        (["--rollout.stop", "[3]"], r"rollout.stop = '\[3\]' is not a list, .*"),
+        (["--rollout.stop=['']"], r"rollout.stop = \[''\] is refused: an empty text ends nothing"),
+        (["--reward.weights=['a']"], "reward.weights = .* is not a list, .*"),
+        (["--task.digits=3"], "task.digits = 3 is refused: give 1 or 2"),
+        (
+            ["--reward.function=a:b", "--reward.functions=['c:d']"],
+            r"reward.functions = \['c:d'\] is refused: reward.function names one already; .*",
+        ),
+    ],
+)
+def test_refused_lists(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_config(None, overrides)
+    assert re.fullmatch(message, str(caught.value)), caught.value
+    with pytest.raises(ValueError, match=r"rollout\.stop\[1\] = 3 is not text"):
+        from_dict({"rollout": {"stop": ["a", 3]}})
 
 
 @pytest.mark.parametrize(
@@ -178,4 +217,5 @@ def test_every_option_has_help_and_a_known_kind() -> None:
     assert len(config.OPTIONS) == sum(len(fields(vars(Config())[s])) for s in config.SECTIONS)
     for option in config.OPTIONS.values():
         assert option.help
-        assert isinstance(option.kind, tuple) or option.kind in (int, float, bool, str, dict)
+        assert isinstance(option.kind, tuple) or option.kind in (int, float, bool, str, dict, list)
+        assert (option.item in (float, str, dict)) == (option.kind is list), option

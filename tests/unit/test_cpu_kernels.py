@@ -60,11 +60,11 @@ def test_kernels_are_used_for_what_they_can_and_never_when_eager_is_asked_for(
 ) -> None:
     if cpu_kernels.load() is None:
         pytest.skip(cpu_kernels.unavailable_reason())
-    monkeypatch.delenv("TWOFOLD_KERNELS", raising=False)
+    monkeypatch.setattr(cpu_kernels, "forced_eager", False)
     used = {dtype: cpu_kernels.used_for(torch.zeros(1, dtype=dtype)) for dtype in DTYPES}
     assert used == {torch.float32: True, torch.bfloat16: True, torch.float64: False}
     assert not cpu_kernels.used_for(torch.zeros(1, device="meta"))
-    monkeypatch.setenv("TWOFOLD_KERNELS", "eager")
+    monkeypatch.setattr(cpu_kernels, "forced_eager", True)
     assert not cpu_kernels.used_for(torch.zeros(1))
     assert cpu_kernels.why_not_used() == "TWOFOLD_KERNELS=eager"
 

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from twofold.model import resolve, weights
+from twofold.model import cpu_kernels, resolve, weights
 from twofold.model.attention import Rows
 
 
@@ -27,7 +27,7 @@ def test_real_model_answers_and_equals_transformers(monkeypatch):
     model = weights.load_model(folder, torch.float32)
     with torch.no_grad():
         expected = reference(out[None]).logits[0]
-        for attention, tolerance in (("eager", {}), ("", {"rtol": 0, "atol": 1e-3})):
-            monkeypatch.setenv("TWOFOLD_KERNELS", attention)
+        for eager, tolerance in ((True, {}), (False, {"rtol": 0, "atol": 1e-3})):
+            monkeypatch.setattr(cpu_kernels, "forced_eager", eager)
             logits = model(out, Rows.whole([len(out)])) @ model.head_weight.T
             torch.testing.assert_close(logits, expected, **tolerance)

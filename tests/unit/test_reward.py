@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import twofold
-from twofold.step.reward import RewardJob, RewardPool, call_arguments
+from twofold.step.reward import RewardPool
+from twofold.step.reward_process import RewardJob, call_arguments
 from twofold.types import Prompt
 
 CHAT = Prompt([{"role": "user", "content": "What is 2 + 3?"}], {"answer": "5", "level": 1})
@@ -159,8 +160,8 @@ def test_bad_calls_fail_their_group_alone(pool):
         "exit": "SystemExit: 2 (own.py:17)",
         "die": died_twice("exit code 3"),
         "hang": "reward killed: it took longer than 0.5 s (reward.timeout_s)",
-        "short": "reward returned 1 values for 2 completions",
-        "scalar": "reward returned float instead of a list of 2 numbers",
+        "short": ([None, None], ["reward returned 1 values for 2 completions"] * 2),
+        "scalar": ([None, None], ["reward returned float instead of a list of 2 numbers"] * 2),
         "none": ([None, 1.0], ["reward returned None", None]),
         "nan": ([None, None], ["reward returned nan", "reward returned -inf"]),
         "text": (
@@ -179,10 +180,26 @@ def test_bad_calls_fail_their_group_alone(pool):
         pool.submit(ticket, job(what, "x"))
     results = collect(pool, len(expected))
     for ticket, (what, outcome) in enumerate(expected.items()):
-        if isinstance(outcome, str):
-            outcome = ([None, None], [outcome, outcome])
+        if isinstance(outcome, str):  # its sibling is judged by itself
+            outcome = ([None, 1.0], [outcome, None])
         assert (results[ticket].rewards, results[ticket].failures) == outcome, what
-    assert 0.5 <= results[4].seconds < 2.0
+    assert 1.0 <= results[4].seconds < 3.0  # with its group, and alone
+
+
+def test_siblings_of_completions_that_kill_are_judged_to_a_limit(own):
+    """Three completions may each take the time limit; then the group must not go on like that."""
+    with RewardPool(own, workers=1, timeout_s=0.4) as pool:
+        pool.check()
+        pool.submit(0, job("hang", "a", "hang", "bc"))
+        pool.submit(1, job("hang", "hang", "hang", "never tried"))
+        pool.submit(2, job("ok"))
+        results = collect(pool, 3)
+        assert results[0].rewards == [None, 1.0, None, 2.0]
+        assert list(results) == [0, 1, 2], "one by one comes before what was submitted later"
+        assert results[1].rewards == [None] * 4
+        assert "took longer than 0.4 s" in results[1].failures[2]
+        assert results[1].failures[3].startswith("not tried: 3 others of its group")
+        assert results[2].rewards == [2.0]
 
 
 def test_a_hung_call_does_not_hold_up_the_others(own):
@@ -455,6 +472,32 @@ def test_check_compares_the_signature_with_the_columns(own):
         pool.check([])
         with pytest.raises(ValueError, match=r"does not take answer; add \*\*columns"):
             pool.check(["answer"])
+
+
+def test_several_functions_by_name_and_by_value(own):
+    """A reward is the weighted sum; the parts are told apart by name."""
+
+    def length(completions, **columns):
+        return [float(len(c[-1]["content"])) for c in completions]
+
+    rewards = ["last_number", "own.py:reward", length, length]
+    with RewardPool(rewards, weights=[10, 1, 0.5, 0], timeout_s=5) as pool:
+        pool.check(["answer", "level"])
+        assert pool.names == ["last_number", "reward", "length", "length_2"]
+        pool.submit(0, job("= 5", "none"))
+        pool.submit(1, job("raise", "5"))
+        results = collect(pool, 2)
+        assert results[0].rewards == [14.5, 6.0]
+        assert results[0].parts == {
+            "last_number": [1.0, 0.0], "reward": [3.0, 4.0],
+            "length": [3.0, 4.0], "length_2": [3.0, 4.0],
+        }  # fmt: skip
+        assert results[1].rewards == [None, 11.5], "one that raised spoils its completion alone"
+        assert results[1].parts["last_number"] == [None, 1.0]
+        with pytest.raises(ValueError, match=r"reward\.functions: last_number needs answer, but"):
+            pool.check(["level"])
+    with pytest.raises(ValueError, match=r"reward\.weights: 2 weights for 1 functions; give one"):
+        RewardPool("last_number", weights=[1, 2])
 
 
 def test_a_function_of_a_module_in_the_working_directory(own):

@@ -1,4 +1,4 @@
-"""What a decoder does between its matrix products: the compiled kernels give what plain torch gives,
+"""What a decoder does between its matrix products: compiled kernels give what plain torch gives,
 forward and backward, and a row is the same bits whatever else is computed."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compare(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[], tuple[Tensor, ...]], inputs: list[Tensor]
 ) -> None:
     kernel = with_gradients(call, inputs)
-    monkeypatch.setenv("TWOFOLD_KERNELS", "eager")
+    monkeypatch.setattr(cpu_kernels, "forced_eager", True)
     twin = with_gradients(call, inputs)
     for got, want in zip(kernel, twin, strict=True):
         assert got.dtype == want.dtype
@@ -117,11 +117,11 @@ def test_rotary(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernels", ["", "eager"])
+@pytest.mark.parametrize("eager", [False, True])
 def test_keys_and_values_go_to_their_slots(
-    monkeypatch: pytest.MonkeyPatch, kernels: str, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, eager: bool, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setenv("TWOFOLD_KERNELS", kernels)
+    monkeypatch.setattr(cpu_kernels, "forced_eager", eager)
     qkv = random(4, 8, 16, dtype=dtype).detach()
     cos, sin = angles(4, 16)
     q, k, v = rowwise.rotary(qkv, None, cos, sin, 2)

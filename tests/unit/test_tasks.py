@@ -34,6 +34,14 @@ def test_addition_is_all_sums_once_and_held_out_is_held_out():
     assert set(questions(other.held_out)) != set(questions(task.held_out))
 
 
+def test_two_digit_addition_is_all_pairs_of_two_digit_numbers():
+    task = load_task(TaskConfig(name="addition", digits=2, held_out=100))
+    pairs = {_terms(prompt) for prompt in task.train + task.held_out}
+    assert pairs == {(a, b) for a in range(10, 100) for b in range(10, 100)}
+    assert len(task.held_out) == 100 and len(task.train) == 8000
+    assert all(int(p.columns["answer"]) == sum(_terms(p)) for p in task.train)
+
+
 def _terms(prompt: Prompt) -> tuple[int, int]:
     words = prompt.content[0]["content"].replace("?", "").split()
     return int(words[2]), int(words[4])

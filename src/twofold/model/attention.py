@@ -7,7 +7,8 @@ Does not own: the compiled CPU kernel (`attention_cpu`), the cache's allocation 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from twofold.model import attention_cpu, cpu_kernels
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rows:
     """A flat batch of n token rows and the keys each of them sees.
 
@@ -35,6 +36,7 @@ class Rows:
     positions: Tensor  # int64 [n]: position of each row within its sequence
     key_starts: Tensor  # int64 [n_sequences]
     key_index: Tensor  # int64 [*]
+    checked: list[Any] = field(default_factory=list, init=False, repr=False)  # by `attention_cpu`
 
     @classmethod
     def build(

@@ -87,34 +87,33 @@ def _view(x: Tensor) -> _View:
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> _Call:
-    assert q.dtype in cpu_kernels.DTYPES and q.dtype == k.dtype == v.dtype, (
-        q.dtype,
-        k.dtype,
-        v.dtype,
-    )
-    assert q.device.type == k.device.type == v.device.type == "cpu"
+    assert q.dtype in cpu_kernels.DTYPES and q.dtype == k.dtype == v.dtype
+    assert q.is_cpu and k.is_cpu and v.is_cpu
     n_rows, heads, head_size = q.shape
     n_key_rows, kv_heads, _ = k.shape
     assert k.shape == v.shape == (n_key_rows, kv_heads, head_size) and heads % kv_heads == 0
+    if not rows.checked:
+        rows.checked.append(_rows_part(rows))
+    call = _Call.from_buffer_copy(rows.checked[0])
+    assert call.n_rows == n_rows, "the spans do not cover the rows"
+    call.heads, call.kv_heads, call.head_size = heads, kv_heads, head_size
+    call.n_key_rows = n_key_rows
+    call.is_bfloat16 = q.dtype == torch.bfloat16
+    call.threads, call.parallel = cpu_kernels.threads(), cpu_kernels.parallel()
+    call.q, call.k, call.v = _view(q), _view(k), _view(v)
+    return call
+
+
+def _rows_part(rows: Rows) -> _Call:
+    """What a call says about rows alone; a model's layers share it."""
     spans, starts, index = rows.spans, rows.key_starts, rows.key_index
     assert spans.dtype == np.int64 and spans.flags.c_contiguous and spans.shape == (len(starts), 3)
-    assert int(spans[:, 1].sum()) == n_rows, "the spans do not cover the rows"
-    assert starts.dtype == index.dtype == torch.int64
+    assert starts.dtype == index.dtype == torch.int64 and starts.is_cpu and index.is_cpu
     assert starts.is_contiguous() and index.is_contiguous()
     return _Call(
-        n_rows=n_rows,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        n_key_rows=n_key_rows,
+        n_rows=int(spans[:, 1].sum()),
         n_spans=len(spans),
         n_key_index=len(index),
-        is_bfloat16=q.dtype == torch.bfloat16,
-        threads=cpu_kernels.threads(),
-        parallel=cpu_kernels.parallel(),
-        q=_view(q),
-        k=_view(k),
-        v=_view(v),
         spans=spans.ctypes.data,
         key_starts=starts.data_ptr(),
         key_index=index.data_ptr(),

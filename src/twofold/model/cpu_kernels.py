@@ -4,8 +4,8 @@ Owns: finding a compiler, building the `*_cpu.cpp` files into a cache, whether k
 thread pool they get. Does not own: what they compute (`attention_cpu`, `rowwise_cpu`, `logits_cpu`
 call them, `attention`, `rowwise` and `step.logprob` say what it means and have a plain torch twin).
 
-The kernels have no OpenMP code of their own: they are handed GOMP_parallel of the runtime that torch
-uses, so there is one thread pool, whatever the compiler, and nothing to link.
+The kernels have no OpenMP code of their own: they are handed GOMP_parallel of the runtime that
+torch uses, so there is one thread pool, whatever the compiler, and nothing to link.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _HEADERS = (_FOLDER / "vectors.h", _FOLDER / "attention_cpu.h")
 # -ffp-contract=fast: a * b + c is one rounding everywhere, so every path has the same arithmetic.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # in the names of functions
+forced_eager = os.environ.get("TWOFOLD_KERNELS") == "eager"  # a variable, so that tests can switch
 
 # ------------------------------------------------------------------ building
 
@@ -50,15 +51,13 @@ def unavailable_reason() -> str:
 
 
 def why_not_used() -> str:
-    """Empty where the kernels are used; else why plain torch computes. The setting is read at
-    every call: tests switch it."""
-    forced = os.environ.get("TWOFOLD_KERNELS") == "eager"
-    return "TWOFOLD_KERNELS=eager" if forced else unavailable_reason()
+    """Empty where the kernels are used; else why plain torch computes."""
+    return "TWOFOLD_KERNELS=eager" if forced_eager else unavailable_reason()
 
 
 def used_for(x: torch.Tensor) -> bool:
     """Whether kernels compute with `x`: a tensor on the CPU, float32 or bfloat16."""
-    return x.device.type == "cpu" and x.dtype in DTYPES and not why_not_used()
+    return x.is_cpu and x.dtype in DTYPES and not forced_eager and load() is not None
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:

@@ -1,7 +1,7 @@
 """What is read out of logits by compiled kernels: calls of `logits_cpu.cpp`.
 
-Owns: the calls. Does not own: the arithmetic (the C++ file), the product that makes the logits, what
-the numbers mean, their plain torch twins and when to use these (`step.logprob`, `step.sampling`).
+Owns: the calls. Does not own: the arithmetic (the C++ file), the product that makes the logits,
+what the numbers mean, their plain twins and when to use these (`step.logprob`, `step.sampling`).
 Nothing here has a gradient. logits are float32 or bfloat16 [n, vocabulary], before the division by
 the temperature; a row's results depend on that row alone, to the last bit.
 """
@@ -94,6 +94,4 @@ def _read(
 ) -> None:
     logits = logits.contiguous()
     optional = [None if x is None else x.data_ptr() for x in (uniforms, token_ids, *columns)]
-    _kernel("read_logits")[logits.dtype](
-        *logits.shape, temperature, logits.data_ptr(), *optional
-    )
+    _kernel("read_logits")[logits.dtype](*logits.shape, temperature, logits.data_ptr(), *optional)

@@ -58,8 +58,8 @@ def rotary(
     """Rotates queries and keys by the angles of their rows (Su et al., RoFormer, 2021), element i
     of a head with element i + head_size / 2.
 
-    qk [n, heads, head_size] holds the queries' heads, the keys' and, where `v` is None, the values';
-    else v [n, kv_heads, head_size]. cos, sin fp32 [n, head_size / 2]. -> q [n, heads, head_size], k
+    qk [n, heads, head_size] holds the heads of queries, keys and, where `v` is None, values; else v
+    is [n, kv_heads, head_size]. cos, sin fp32 [n, head_size / 2]. -> q [n, heads, head_size], k
     and v [n, kv_heads, head_size]. With a cache (keys, values [n_slots, kv_heads, head_size], slots
     int64 [n]) the keys and values are written into it and the whole of it is returned; then
     nothing has a gradient.

@@ -1,7 +1,7 @@
 """The compiled twins of `rowwise`: autograd functions around `rowwise_cpu.cpp`.
 
-Owns: the calls and what is kept for the gradients. Does not own: the arithmetic (the C++ file), what
-the functions mean and when to use these (`rowwise`).
+Owns: the calls and what is kept for the gradients. Does not own: the arithmetic (the C++ file),
+what the functions mean and when to use these (`rowwise`).
 """
 
 from __future__ import annotations
@@ -164,33 +164,38 @@ def _rotary(
     n_kv_heads: int,
     cache: tuple[Tensor, Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if v is None:
-        qk, v = qk.split((qk.shape[1] - n_kv_heads, n_kv_heads), dim=1)
-    qk, v = _heads_contiguous(qk), _heads_contiguous(v)
+    qk = _heads_contiguous(qk)
     n, n_both, size = qk.shape
-    n_heads = n_both - n_kv_heads
-    _check_angles(cos, sin, n, size)
-    assert v.dtype == qk.dtype and v.shape == (n, n_kv_heads, size)
-    q = qk.new_empty(n, n_heads, size)
-    slots = None
+    if v is None:  # the last heads of qk
+        n_both -= n_kv_heads
+        v_data, v_row = qk.data_ptr() + n_both * size * qk.itemsize, qk.stride(0)
+    else:
+        v = _heads_contiguous(v)
+        assert v.dtype == qk.dtype and v.shape == (n, n_kv_heads, size)
+        v_data, v_row = v.data_ptr(), v.stride(0)
+    assert cos.shape == sin.shape == (n, size // 2) and size % 2 == 0
+    assert cos.dtype == sin.dtype == torch.float32
+    cos, sin = cos.contiguous(), sin.contiguous()
+    q = qk.new_empty(n, n_both - n_kv_heads, size)
     if cache is None:
         k, values = (qk.new_empty(n, n_kv_heads, size) for _ in range(2))
+        slots = None
     else:
         k, values, slots = cache
-        assert k.shape == values.shape == (len(k), n_kv_heads, size)
+        assert k.shape == values.shape and k.shape[1:] == (n_kv_heads, size)
         assert k.dtype == values.dtype == qk.dtype and k.is_contiguous() and values.is_contiguous()
         assert slots.dtype == torch.int64 and slots.shape == (n,) and slots.is_contiguous()
     in_range = _kernel("rotary")[qk.dtype](
         n,
-        n_heads,
+        n_both - n_kv_heads,
         n_kv_heads,
         size,
         cos.data_ptr(),
         sin.data_ptr(),
         qk.data_ptr(),
         qk.stride(0),
-        v.data_ptr(),
-        v.stride(0),
+        v_data,
+        v_row,
         q.data_ptr(),
         q.stride(0),
         k.data_ptr(),
@@ -202,18 +207,12 @@ def _rotary(
     return q, k, values
 
 
-def _check_angles(cos: Tensor, sin: Tensor, n: int, size: int) -> None:
-    assert cos.shape == sin.shape == (n, size // 2) and size % 2 == 0
-    assert cos.dtype == sin.dtype == torch.float32
-    assert cos.is_contiguous() and sin.is_contiguous()
-
-
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qk: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, n_kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
+        ctx.save_for_backward(cos.contiguous(), sin.contiguous())
         ctx.fused = v is None
         return _rotary(qk, v, cos, sin, n_kv_heads, None)
 

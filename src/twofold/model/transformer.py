@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twofold.model.attention import Rows, attend
+from twofold.model.packed import PackedWeights
 from twofold.model.rowwise import add_norm, gated, rms_norm, rotary
 from twofold.model.spec import ModelSpec
 
@@ -69,11 +70,16 @@ class Transformer(nn.Module):
         self.head: nn.Parameter | None = None
         if not spec.tied_embeddings:
             self.head = nn.Parameter(torch.empty(table, dtype=dtype, device=device))
+        self.packed = PackedWeights()
 
     @property
     def head_weight(self) -> Tensor:
         """The output projection [vocab, width]: the embedding itself when tied."""
         return self.embedding if self.head is None else self.head
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, width] -> [n, vocab] in the model dtype, not divided by a temperature."""
+        return self.packed.linear(hidden, self.head_weight)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,7 +103,7 @@ class Transformer(nn.Module):
         first written at `write_slots` (int64 [n]) and `rows.key_index` points at slots; only
         without one is there a gradient.
         """
-        eps = self.spec.norm_eps
+        linear, eps = self.packed.linear, self.spec.norm_eps
         angles = rotary_angles(rows.positions, self.spec)
         next_gains = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         hidden = F.embedding(token_ids, self.embedding)
@@ -109,9 +115,9 @@ class Transformer(nn.Module):
                 slots = (cache.keys[index], cache.values[index], write_slots)
             q, k, v = self._project_qkv(layer, normed, angles, slots)
             attended = attend(q, k, v, rows)
-            delta = F.linear(attended.flatten(1), layer.out)
+            delta = linear(attended.flatten(1), layer.out)
             hidden, normed = add_norm(hidden, delta, layer.ff_norm, eps)
-            delta = F.linear(gated(F.linear(normed, layer.gate_up)), layer.down)
+            delta = linear(gated(linear(normed, layer.gate_up)), layer.down)
             hidden, normed = add_norm(hidden, delta, next_gains[index], eps)
         return normed
 
@@ -124,7 +130,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q [n, heads, head_size], and the k and v that `attend` gets."""
         spec = self.spec
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, spec.head_size))
+        qkv = self.packed.linear(normed, layer.qkv, layer.qkv_bias)
+        qkv = qkv.unflatten(-1, (-1, spec.head_size))
         if not spec.qk_norm:
             return rotary(qkv, None, *angles, spec.n_kv_heads, slots)
         qk, v = qkv.split((spec.n_heads + spec.n_kv_heads, spec.n_kv_heads), dim=1)

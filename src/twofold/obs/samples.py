@@ -51,39 +51,46 @@ def print_samples(
 ) -> None:
     """Print the first `n` finished samples in the order `sort`, those of training step `step`
     (1 is the first) if given. ValueError when there are none."""
+    steps = _steps(record)
+    version = None if step is None else steps[step - 1] if 0 < step <= len(steps) else -1
     rows = [
         _Row(*row)
         for row in record.query(
             f"SELECT {', '.join(_Row._fields)} FROM samples JOIN groups USING (group_id)"
-            " WHERE finish_reason IS NOT NULL AND (?1 IS NULL OR trained_version = ?1 - 1)"
+            " WHERE finish_reason IS NOT NULL AND (?1 IS NULL OR trained_version = ?1)"
             f" ORDER BY {_ORDER[sort]} LIMIT ?2",
-            step,
+            version,
             n,
         )
     ]
     if not rows:
-        raise ValueError(_nothing(record, step))
+        raise ValueError(_nothing(record, step, len(steps)))
     console = console or Console()
     group_id = None
     for row in rows:
         if row.group_id != group_id:
             group_id = row.group_id
-            console.print(Text(_group_line(row), style="bold"), soft_wrap=True)
+            console.print(Text(_group_line(row, steps), style="bold"), soft_wrap=True)
             console.print(Text(_indented(_prompt_text(row.prompt)), style="dim"), soft_wrap=True)
         console.print(Text(_sample_line(row), style="cyan"), soft_wrap=True)
         console.print(Text(_indented(row.text or "")), soft_wrap=True)
 
 
-def _nothing(record: Record, step: int | None) -> str:
-    ((last,),) = record.query("SELECT max(trained_version) + 1 FROM groups")
-    if step is None or last is None:
+def _steps(record: Record) -> list[int]:
+    """The version that each step trained; a step may be several updates, each a version."""
+    found = record.query("SELECT DISTINCT trained_version FROM groups ORDER BY 1")
+    return [version for (version,) in found if version is not None]
+
+
+def _nothing(record: Record, step: int | None, last: int) -> str:
+    if step is None or last == 0:
         return f"{record.folder}: no sample is finished yet"
     return f"{record.folder}: step {step} has no samples; steps 1 to {last} are trained"
 
 
-def _group_line(row: _Row) -> str:
+def _group_line(row: _Row, steps: list[int]) -> str:
     if row.trained_version is not None:
-        fate = f"trained in step {row.trained_version + 1}"
+        fate = f"trained in step {steps.index(row.trained_version) + 1}"
     elif row.drop_reason is not None:
         fate = f"dropped: {visible(row.drop_reason)}"
     else:

@@ -22,9 +22,10 @@ from twofold.runtime.run import choose_device, reward_pool, stop_signals
 from twofold.step import evaluate as evaluation
 from twofold.step.evaluate import EvalSet
 from twofold.step.generate import Generator
+from twofold.step.optimizer import load_weights
 from twofold.step.prompts import decode_completion, encode_prompt
 from twofold.step.sampling import Sampling
-from twofold.step.train import load_weights
+from twofold.step.stops import StopStrings
 from twofold.tasks.load import load_task
 from twofold.types import Group, Prompt, Sample, SampleId
 
@@ -41,9 +42,9 @@ def evaluate(
     _refuse_unknown_reward(target, config)
     model, tokenizer_folder, version, chosen = _load_target(target, config)
     progress.message(chosen)
-    progress.message(f"reward   {config.reward.function or task.reward}")
+    progress.message(f"reward   {', '.join(config.reward.named or [task.reward])}")
     tokenizer = weights.load_tokenizer(tokenizer_folder)
-    system_prompt = config.task.system_prompt
+    system_prompt, stop = config.task.system_prompt, config.rollout.stop
     ids = [encode_prompt(prompt, tokenizer, system_prompt) for prompt in task.held_out]
     with reward_pool(config, None, task) as pool:
         pool.check(task.columns)
@@ -57,6 +58,7 @@ def evaluate(
                 Sampling(
                     max_new_tokens=config.rollout.max_new_tokens,
                     stop_ids=weights.stop_ids(tokenizer_folder),
+                    stop_strings=StopStrings(tokenizer, stop) if stop else None,
                 ),
                 version=version,
                 n_samples=samples,
@@ -113,7 +115,7 @@ def _is_run(folder: Path) -> bool:
 def _refuse_unknown_reward(target: str, config: Config) -> None:
     """A run that was trained with a Python function is not judged by another one unasked."""
     run_dir, _ = _split_target(target)
-    if not _is_run(run_dir) or config.reward.function:
+    if not _is_run(run_dir) or config.reward.named:
         return
     with Record.open(run_dir, read_only=True) as record:
         reward = record.meta()["reward"]

@@ -18,7 +18,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +36,14 @@ from twofold.obs.tensorboard import TensorBoard
 from twofold.runtime import checkpoint
 from twofold.runtime.local import LocalExecutor, phase_name
 from twofold.runtime.loop import drive
+from twofold.runtime.memory import check_memory
 from twofold.runtime.rewards import Rewards
 from twofold.runtime.store import Store
 from twofold.runtime.worker import Worker
 from twofold.sched.scheduler import Scheduler, SchedulerSpec
 from twofold.step.reward import RewardPool
 from twofold.tasks.load import Task, load_task
+from twofold.tasks.rewards import RewardName, reward_names
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,11 @@ class RunResult:
 
 def train(
     config: Config,
-    reward: Callable[..., Any] | None = None,
+    reward: RewardName | Sequence[RewardName] | None = None,
     progress: Progress | None = None,
 ) -> RunResult:
-    """Post-trains a model as `config` says. `reward`, if given, is a function with TRL's signature
-    and takes the place of `config.reward.function`.
+    """Post-trains a model as `config` says. `reward`, if given, is a function with TRL's signature,
+    or several, and takes the place of `config.reward.function` or `functions`.
 
     Raises ValueError, with one line naming the option, before anything is written.
     """
@@ -75,7 +77,7 @@ def train(
 
 def resume(
     run_dir: str | Path,
-    reward: Callable[..., Any] | None = None,
+    reward: RewardName | Sequence[RewardName] | None = None,
     progress: Progress | None = None,
 ) -> RunResult:
     """Takes up a run where its record ends: the newest verified checkpoint is loaded, the recorded
@@ -99,7 +101,7 @@ def resume(
             scheduler.handle(event, last_s)
         exported = (run_dir / "model" / "config.json").is_file() or not config.run.save_model
         if scheduler.outcome == "done" and exported:
-            raise ValueError(f"{run_dir}: the run is finished ({scheduler.version} steps)")
+            raise ValueError(f"{run_dir}: the run is finished ({scheduler.steps_made} steps)")
         ended = (row.command for row in record.commands() if row.ended_by is not None)
         last_card_seq = max((command.seq for command in ended if command.cards), default=-1)
         with _opened(config, run_dir, reward, progress, last_card_seq) as parts:
@@ -122,6 +124,8 @@ def scheduler_spec(config: Config) -> SchedulerSpec:
         max_running_samples=config.rollout.max_running_samples,
         quantum_decode_steps=config.rollout.quantum_decode_steps,
         max_drops_per_step=config.sched.max_drops_per_step,
+        updates_per_batch=config.train.updates_per_batch,
+        dynamic_sampling=config.sched.dynamic_sampling,
         needs_reference=config.train.kl_coef > 0,
         evaluate=config.task.held_out > 0,
         eval_every=config.run.eval_every,
@@ -228,12 +232,15 @@ class _Parts:
         self.worker.load_checkpoint(newest=version)
         self._require_same_weights(record)
         self.progress.message(f"resume   checkpoint of version {self.worker.version}")
+        n_updates = self.config.train.updates_per_batch
         while groups := record.trained_groups(self.worker.version):
-            self.progress.message(f"resume   step {self.worker.version + 1} is trained again")
+            self.progress.message(
+                f"resume   step {self.worker.version // n_updates + 1} is trained again"
+            )
             self.worker.train_groups(groups)
             if self.worker.version == version:
                 break  # trained but not published: the outstanding Publish does it
-            self.worker.publish(self.worker.version + 1)
+            self.worker.publish(self.worker.version + n_updates)
             if not self._same_weights(record):
                 self.progress.message(
                     f"resume   version {self.worker.version} differs in bits from the recorded "
@@ -268,6 +275,7 @@ class _Watched:
         self._record = record
         self._progress = parts.progress
         self._steps = parts.config.train.steps
+        self._updates_per_batch = parts.config.train.updates_per_batch
         self._tensorboard = TensorBoard(parts.run_dir) if parts.config.run.tensorboard else None
 
     def __enter__(self) -> Self:
@@ -286,7 +294,7 @@ class _Watched:
                 version = row.version
                 metrics[row.name] = row.value
         if event.kind == "Trained":
-            self._progress.step(version, self._steps, metrics)
+            self._progress.step(version // self._updates_per_batch, self._steps, metrics)
         elif event.kind == "Evaluated":
             self._progress.evaluation(version, metrics)
         if self._tensorboard is not None and metrics:
@@ -295,13 +303,17 @@ class _Watched:
 
 @contextmanager
 def reward_pool(
-    config: Config, reward: Callable[..., Any] | None, task: Task, log_path: Path | None = None
+    config: Config,
+    reward: RewardName | Sequence[RewardName] | None,
+    task: Task,
+    log_path: Path | None = None,
 ) -> Iterator[RewardPool]:
     """Reward processes; gone when it closes."""
     pool = RewardPool(
-        reward or config.reward.function or task.reward,
+        reward or config.reward.named or task.reward,
         workers=config.reward.workers,
         timeout_s=config.reward.timeout_s,
+        weights=config.reward.weights,
         log_path=log_path,
     )
     try:
@@ -314,7 +326,7 @@ def reward_pool(
 def _opened(
     config: Config,
     run_dir: Path,
-    reward: Callable[..., Any] | None,
+    reward: RewardName | Sequence[RewardName] | None,
     progress: Progress | None,
     last_card_seq: int = -1,
 ) -> Iterator[_Parts]:
@@ -331,6 +343,7 @@ def _opened(
             f"device   {device}, {torch.get_num_threads()} threads, {config.model.dtype}, "
             f"attention: {attention.kernel_name(device.type)}"
         )
+        progress.message(check_memory(config, folder, task, device))
         with reward_pool(config, reward, task, run_dir / "reward.log") as pool:
             parts = _Parts(config, run_dir, pool, folder, task, progress, last_card_seq)
             weights.check_tokenizer(parts.worker.tokenizer, parts.worker.model.spec, folder)
@@ -396,10 +409,12 @@ def _new_run_dir(config: Config) -> Path:
     return run_dir
 
 
-def _meta(config: Config, reward: Callable[..., Any] | None, parts: _Parts) -> dict[str, Any]:
+def _meta(
+    config: Config, reward: RewardName | Sequence[RewardName] | None, parts: _Parts
+) -> dict[str, Any]:
     return {
         "config": to_dict(config),
-        "reward": "" if reward is None else getattr(reward, "__qualname__", repr(reward)),
+        "reward": "" if reward is None else ", ".join(reward_names(reward)),
         "data": parts.data_digest(),
         "fingerprint": parts.fingerprint(),
     }

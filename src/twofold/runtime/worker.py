@@ -37,6 +37,7 @@ from twofold.events import (
     Train,
     Trained,
 )
+from twofold.memory.meter import PhaseMeter
 from twofold.model import weights
 from twofold.obs.record import (
     AdvantageRow,
@@ -49,10 +50,12 @@ from twofold.obs.record import (
 )
 from twofold.runtime import checkpoint
 from twofold.runtime.store import Store
+from twofold.sched.phase import PHASE_OF
 from twofold.step.evaluate import EvalSet, Judge, evaluate
 from twofold.step.generate import Generator
 from twofold.step.prompts import PromptSource, decode_completion, encode_prompt
 from twofold.step.sampling import Sampling
+from twofold.step.stops import StopStrings
 from twofold.step.switch import switch
 from twofold.step.train import Trainer
 from twofold.tasks.load import Task
@@ -90,6 +93,7 @@ class Worker:
             temperature=config.rollout.temperature,
             max_staleness=config.sched.max_staleness,
             total_steps=config.train.steps,
+            max_new_tokens=config.rollout.max_new_tokens,
         )
         rollout = config.rollout
         self.sampling = Sampling(
@@ -99,6 +103,7 @@ class Worker:
             min_p=rollout.min_p,
             max_new_tokens=rollout.max_new_tokens,
             stop_ids=weights.stop_ids(folder),
+            stop_strings=StopStrings(self.tokenizer, rollout.stop) if rollout.stop else None,
         )
         self.generator = Generator(
             self.model,
@@ -109,13 +114,16 @@ class Worker:
             kv_cache_tokens=rollout.kv_cache_tokens,
             kv_block_tokens=rollout.kv_block_tokens,
         )
-        self._source = PromptSource(task.train, seed=config.run.seed)
+        self._source = PromptSource(task.train, config.run.seed, task.shares)
         self._prompt_ids = [self._encode(prompt) for prompt in task.train]
         self._eval_set = EvalSet(task.held_out, [self._encode(prompt) for prompt in task.held_out])
         self._checkpoints = run_dir / "checkpoints"
+        self._memory = PhaseMeter(device)
 
     def execute(self, command: Command) -> Terminal:
         start_s = time.monotonic()
+        if type(command) in PHASE_OF:
+            self._memory.begin(PHASE_OF[type(command)])
         event = self._dispatch(command)
         return replace(event, seconds=time.monotonic() - start_s)
 
@@ -170,7 +178,9 @@ class Worker:
         self._store.write(*quantum.chunks)
         for sample in quantum.finished:
             ids = sample.token_ids
-            sample.text = decode_completion(self.tokenizer, ids, self.sampling.stop_ids)
+            sample.text = decode_completion(
+                self.tokenizer, ids, self.sampling.stop_ids, self.sampling.stop_strings
+            )
             reason = sample.finish_reason
             assert reason is not None
             self._store.write(FinishedRow(sample.sample_id, len(ids), reason, sample.text))
@@ -198,18 +208,18 @@ class Worker:
         assert command.version == self.version, f"{command} on a card at version {self.version}"
         groups = [self._store[group_id] for group_id in command.group_ids]
         metrics = self.train_groups(groups)
-        made = self.version + 1
+        made = self.version + self.config.train.updates_per_batch
         for group in groups:
             self._store.write(TrainedRow(group.group_id, self.version))
             for sample in group.samples:
                 if sample.advantage is not None:
                     self._store.write(AdvantageRow(sample.sample_id, sample.advantage))
-        self._write_metrics(made, metrics)
+        self._write_metrics(made, metrics | self._memory.take())
         self._store.remove(command.group_ids)
         return Trained(command=command.seq, version=made)
 
     def train_groups(self, groups: list[Group]) -> dict[str, float]:
-        """One update of the weights from these groups; the version is published separately.
+        """The updates of the weights from these groups; the version is published separately.
         Reference log-probs are not in the record: what a resume has lost is computed again."""
         if self.reference is not None:
             lost = [g for g in groups if any(s.valid and not s.ref_logprobs for s in g.samples)]
@@ -224,7 +234,8 @@ class Worker:
 
     def publish(self, version: int) -> None:
         """Generation and training share the storage, so no byte moves: only the stamp changes."""
-        assert version == self.version + 1, f"version {version} after {self.version}"
+        made = self.version + self.config.train.updates_per_batch
+        assert version == made, f"version {version} after {self.version}"
         self.version = self.generator.version = version
 
     def _write_metrics(self, version: int, metrics: dict[str, float]) -> None:

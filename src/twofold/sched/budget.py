@@ -5,7 +5,8 @@ deadline a + S: the last version at which it may be trained. docs/stalesync.md p
 Does not own: which groups exist and how far they are (`queue`), when anything happens
 (`scheduler`).
 
-Everywhere `version` is the version trained next and `groups_per_step` (P) the size of a batch.
+Everywhere `version` is the version trained next and `groups_per_step` (P) the size of a batch. With
+U updates per batch versions, deadlines and S are counted in batches: S becomes (S + 1) // U - 1.
 """
 
 from __future__ import annotations

@@ -54,9 +54,13 @@ class Entry:
 @dataclass
 class Stream:
     """All groups of a run. `ended` says how each group that has left ended: TRAINED or DROPPED;
-    `n_groups` how many the data has, once that is known."""
+    `n_groups` how many the data has, once that is known.
+
+    Deadlines are versions; the views `ready`, `waiting` and `deadlines` give them in batches
+    (divided by `updates_per_batch`), the unit in which the rule counts."""
 
     group_size: int
+    updates_per_batch: int = 1
     n_groups: int = UNBOUNDED
     next_group: int = 0
     live: dict[int, Entry] = field(default_factory=dict)
@@ -146,19 +150,20 @@ class Stream:
 
     def ready(self) -> list[Live]:
         """First ready first."""
-        return [Live(gid, self.live[gid].deadline) for gid in self._ready]
+        return [self._live(self.live[gid]) for gid in self._ready]
 
     def waiting(self) -> list[Live]:
         """Groups on their way to being ready."""
         unready = (Status.GENERATING, Status.REWARDING)
-        return [Live(e.group_id, e.deadline) for e in self.live.values() if e.status in unready]
+        return [self._live(e) for e in self.live.values() if e.status in unready]
 
     def deadlines(self, version: int) -> list[int]:
         """Of everything that takes room in the budget while `version` is the trainer's. The batch
         in training takes the room of this step, whatever its deadlines were."""
         in_batch = (Status.TRAINING, Status.TRAINED)
         return [
-            min(e.deadline, version) if e.status in in_batch else e.deadline
+            (min(e.deadline, version) if e.status in in_batch else e.deadline)
+            // self.updates_per_batch
             for e in self.live.values()
             if e.status is not Status.DROPPED
         ]
@@ -191,6 +196,9 @@ class Stream:
                 return [command.group_id]
             case _:
                 return []
+
+    def _live(self, entry: Entry) -> Live:
+        return Live(entry.group_id, entry.deadline // self.updates_per_batch)
 
     def _in(self, group_id: int, status: Status) -> Entry:
         entry = self.live.get(group_id)

@@ -40,6 +40,8 @@ class SchedulerSpec:
     max_running_samples: int  # slots per card
     quantum_decode_steps: int = 16
     max_drops_per_step: int = 32
+    updates_per_batch: int = 1  # U
+    dynamic_sampling: bool = False  # groups whose rewards are all equal are dropped
     needs_reference: bool = False
     evaluate: bool = False
     eval_every: int = 0  # steps; 0: before the first and after the last only
@@ -49,6 +51,7 @@ class SchedulerSpec:
     def __post_init__(self) -> None:
         least = {"steps": 0, "groups_per_step": 1, "group_size": 1, "max_running_samples": 1,
                  "quantum_decode_steps": 1, "max_staleness": 0, "max_drops_per_step": 0,
+                 "updates_per_batch": 1,
                  "eval_every": 0, "checkpoint_every": 0}  # fmt: skip
         for name, low in least.items():
             value = vars(self)[name]
@@ -56,6 +59,19 @@ class SchedulerSpec:
                 raise ValueError(f"{name} is {value}: it must be at least {low}")
         if self.cards != 1:
             raise ValueError(f"cards is {self.cards}: runs on one card only are supported yet")
+        if self.batches_ahead < 0:
+            raise ValueError(
+                f"updates_per_batch is {self.updates_per_batch}: with max_staleness "
+                f"{self.max_staleness} it may be {self.max_staleness + 1} at most"
+            )
+        if self.dynamic_sampling and self.group_size < 2:
+            raise ValueError("dynamic_sampling compares the samples of a group: give 2 or more")
+
+    @property
+    def batches_ahead(self) -> int:
+        """S': how many batches late a group may be trained. The last of a batch's U updates finds
+        weights U - 1 versions newer than the first, and is within S too: (S' + 1) U - 1 <= S."""
+        return (self.max_staleness + 1) // self.updates_per_batch - 1
 
 
 @dataclass
@@ -72,9 +88,9 @@ class Scheduler:
 
     def __init__(self, spec: SchedulerSpec) -> None:
         self.spec = spec
-        self.version = 0
+        self.version = 0  # of the last published weights: updates made, U each step
         self.outcome = ""
-        self.stream = Stream(spec.group_size)
+        self.stream = Stream(spec.group_size, spec.updates_per_batch)
         self.cards = {card: Card() for card in range(spec.cards)}
         self.outbox = Outbox()
         self._batch: tuple[int, ...] = ()  # groups that make the next version, ascending
@@ -90,6 +106,11 @@ class Scheduler:
     def finished(self) -> bool:
         return self.outcome != ""
 
+    @property
+    def steps_made(self) -> int:
+        """Batches whose versions exist; the unit in which the rule counts."""
+        return self.version // self.spec.updates_per_batch
+
     def outstanding(self) -> list[Command]:
         """Issued and not ended, in order."""
         return list(self.outbox.outstanding.values())
@@ -100,7 +121,7 @@ class Scheduler:
         if self.finished or self.outbox.cards_busy():
             return ""
         held = [c for c in self.outstanding() if isinstance(c, ev.Reward | ev.Discard)]
-        batch = choose_batch(self.stream.ready(), self.stream.waiting(), self.version, self._p)
+        batch = choose_batch(self.stream.ready(), self.stream.waiting(), self.steps_made, self._p)
         named = [c for c in held if c.group_id in batch.awaited] or held
         if not named:
             return "nothing admissible"
@@ -175,11 +196,12 @@ class Scheduler:
             case ev.Score(), ev.Scored():
                 self._scored = True
             case ev.Train(), ev.Trained():
-                assert event.version == command.version + 1 == self.version + 1, (command, event)
+                assert command.version == self.version, (command, event)
+                assert event.version == self._next_version, (command, event)
                 self._trained = True
                 self.stream.trained(self._batch)
             case ev.Publish(), ev.Published():
-                assert event.version == command.version == self.version + 1, (command, event)
+                assert event.version == command.version == self._next_version, (command, event)
                 self._published(command)
             case ev.Evaluate(), ev.Evaluated():
                 assert event.version == command.version == self.version, (command, event)
@@ -192,18 +214,25 @@ class Scheduler:
 
     def _rewarded(self, event: ev.Rewarded) -> None:
         gid, group_size = event.group_id, self.spec.group_size
-        if event.n_valid >= min(2, group_size):
+        enough = event.n_valid >= min(2, group_size)
+        if enough and (event.varies or not self.spec.dynamic_sampling):
             self.stream.make_ready(gid)
             return
         reason = f"{event.n_valid} of {group_size} samples have a reward"
         reason += f": {event.cause}" if event.cause else ""
+        if enough:
+            reason = "its rewards are all equal"
         self.stream.drop(gid, reason)
         self._drops += 1
         if self._drops > self.spec.max_drops_per_step:
-            self.outcome = (
-                f"failed: {self._drops} groups dropped in step {self.version + 1}, "
+            why = (
+                f"{self._drops} groups dropped in step {self.steps_made + 1}, "
                 f"the last (group {gid}) because {reason}"
             )
+            if enough:  # nothing is broken: the task is solved, or far too hard
+                self._stop = self._stop or why
+            else:
+                self.outcome = f"failed: {why}"
 
     def _published(self, command: ev.Publish) -> None:
         self.version = command.version
@@ -266,7 +295,7 @@ class Scheduler:
     def _continue_step(self) -> None:
         if self._trained:
             if self._enter(Phase.PUBLISH):
-                self._issue(ev.Publish(**self.outbox.stamp(self._all), version=self.version + 1))
+                self._issue(ev.Publish(**self.outbox.stamp(self._all), version=self._next_version))
         elif self.spec.needs_reference and not self._scored:
             if self._enter(Phase.SCORE):
                 self._issue(ev.Score(**self.outbox.stamp(self._all), group_ids=self._batch))
@@ -280,7 +309,7 @@ class Scheduler:
         ready, waiting = self.stream.ready(), self.stream.waiting()
         if len(ready) < self._p:
             return None
-        return choose_batch(ready, waiting, self.version, self._p).batch
+        return choose_batch(ready, waiting, self.steps_made, self._p).batch
 
     def _generate(self, card: int) -> None:
         """One quantum, if the card has or may get something to decode."""
@@ -291,7 +320,7 @@ class Scheduler:
         n_start = min(max(0, -(-room // self.spec.group_size)), self._startable(state.version))
         if (unfinished == 0 and n_start == 0) or not self._enter(Phase.GENERATE, (card,)):
             return
-        deadline = state.version + self.spec.max_staleness
+        deadline = state.version + self.spec.batches_ahead * self.spec.updates_per_batch
         fresh = self.stream.start(n_start, state.version, deadline, card)
         self._issue(
             ev.Generate(
@@ -306,8 +335,9 @@ class Scheduler:
     def _startable(self, version: int) -> int:
         """How many groups may start under the weights of `version`."""
         deadlines = self.stream.deadlines(self.version)
-        by_rule = may_start(deadlines, version + self.spec.max_staleness, self.version, self._p)
-        by_steps = self._p * (self.spec.steps - self.version) - len(deadlines)
+        deadline = version // self.spec.updates_per_batch + self.spec.batches_ahead
+        by_rule = may_start(deadlines, deadline, self.steps_made, self._p)
+        by_steps = self._p * (self.spec.steps - self.steps_made) - len(deadlines)
         return max(0, min(by_rule, by_steps, self.stream.unstarted()))
 
     def _drop_unusable(self) -> None:
@@ -325,20 +355,24 @@ class Scheduler:
         if self._batch:
             return False
         too_few = self.stream.unstarted() < self._p and self.stream.n_usable() < self._p
-        return self.version == self.spec.steps or too_few
+        return self.steps_made == self.spec.steps or too_few
 
     def _evaluation_due(self, over: bool) -> bool:
         if not self.spec.evaluate or self._evaluated == self.version:
             return False
-        every = self.spec.eval_every
-        return over or self.version == 0 or (every > 0 and self.version % every == 0)
+        every, made = self.spec.eval_every, self.steps_made
+        return over or made == 0 or (every > 0 and made % every == 0)
 
     def _checkpoint_due(self, over: bool) -> bool:
         every = self.spec.checkpoint_every
-        due = over or (every > 0 and self.version % every == 0)
+        due = over or (every > 0 and self.steps_made % every == 0)
         return due and self.version > self._checkpointed
 
     # ------------------------------------------------------------ issuing
+
+    @property
+    def _next_version(self) -> int:
+        return self.version + self.spec.updates_per_batch
 
     @property
     def _p(self) -> int:
@@ -381,8 +415,10 @@ class Scheduler:
                 assert phase is PHASE_OF.get(type(command), phase), (command, phase)
         stream.check_integrity(outbox.outstanding)
         deadlines = stream.deadlines(self.version)
-        assert feasible(deadlines, self.version, self._p), (self.version, deadlines)
-        assert len(deadlines) <= self._p * (self.spec.steps - self.version), "more than is needed"
+        assert self.version % self.spec.updates_per_batch == 0, self.version
+        assert feasible(deadlines, self.steps_made, self._p), (self.steps_made, deadlines)
+        needed = self._p * (self.spec.steps - self.steps_made)
+        assert len(deadlines) <= needed, "more than is needed"
         assert len(self._batch) in (0, self._p)
         in_batch = Status.TRAINED if self._trained else Status.TRAINING
         for gid in self._batch:

@@ -80,7 +80,7 @@ Effect = Callable[[], None]
 
 class SimExecutor:
     """Meets `runtime.loop.Executor`. `versions_at_training` is kept for assertions and statistics:
-    (trained version, token version, tokens)."""
+    (version that the batch's last update trained, token version, tokens)."""
 
     def __init__(
         self,
@@ -88,12 +88,14 @@ class SimExecutor:
         *,
         max_staleness: int,
         max_running_samples: int,
+        updates_per_batch: int = 1,
         costs: Costs | None = None,
         faults: Faults | None = None,
         seed: int = 0,
     ) -> None:
         self.workload = workload
         self.max_staleness = max_staleness
+        self.updates_per_batch = updates_per_batch
         self.slots = max_running_samples
         self.costs = costs or Costs()
         self.faults = faults or Faults()
@@ -168,7 +170,10 @@ class SimExecutor:
             case ev.Reward():
                 work = self.groups[command.group_id].work
                 rewarded = ev.Rewarded(
-                    command=seq, group_id=command.group_id, n_valid=work.n_valid, varies=True
+                    command=seq,
+                    group_id=command.group_id,
+                    n_valid=work.n_valid,
+                    varies=work.varies,
                 )
                 return work.reward_s, rewarded, _nothing
             case ev.Discard():
@@ -179,7 +184,8 @@ class SimExecutor:
                 return costs.score_s, ev.Scored(command=seq), _nothing
             case ev.Train():
                 self._check_train(command)
-                done = ev.Trained(command=seq, version=command.version + 1)
+                made = command.version + self.updates_per_batch
+                done = ev.Trained(command=seq, version=made)
                 return costs.train_s, done, lambda: self._train(command)
             case ev.Publish():
                 assert command.version == self.weights, (command, self.weights)
@@ -228,9 +234,11 @@ class SimExecutor:
         fresh: dict[int, SimGroup] = {}
         for gid, start_version, deadline in command.admit:
             assert gid not in self.groups, f"group {gid} admitted twice"
-            assert (
-                start_version <= command.version and deadline == start_version + self.max_staleness
-            )
+            assert start_version <= command.version
+            # all updates of the batch are within S, and one batch more would not be
+            last = deadline + self.updates_per_batch - 1
+            assert start_version <= deadline and last <= start_version + self.max_staleness
+            assert last + self.updates_per_batch > start_version + self.max_staleness
             if self.workload.n_groups is not None and gid >= self.workload.n_groups:
                 self._at(self.now_s, ev.DataEnded(n_groups=self.workload.n_groups), _nothing)
                 continue
@@ -283,15 +291,17 @@ class SimExecutor:
             for sample in self.groups[gid].samples:
                 assert sample.reported and sample.n_tokens == sample.length, sample
                 for version, _ in sample.runs:
-                    staleness = command.version - version
-                    assert 0 <= staleness <= self.max_staleness, (command, sample)
+                    newest = command.version + self.updates_per_batch - 1 - version
+                    assert version <= command.version, (command, sample)
+                    assert newest <= self.max_staleness, (command, sample)
 
     def _train(self, command: ev.Train) -> None:
         for gid in command.group_ids:
             runs = [run for sample in self.groups.pop(gid).samples for run in sample.runs]
-            self.versions_at_training += [(command.version, v, n) for v, n in runs]
+            last = command.version + self.updates_per_batch - 1
+            self.versions_at_training += [(last, v, n) for v, n in runs]
             self.trained.add(gid)
-        self.weights += 1
+        self.weights += self.updates_per_batch
 
     def _publish(self) -> None:
         self.published = self.weights

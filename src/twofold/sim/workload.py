@@ -17,6 +17,7 @@ class GroupWork:
     lengths: tuple[int, ...]  # tokens of each completion
     n_valid: int  # samples whose reward does not fail
     reward_s: float
+    varies: bool  # its rewards are not all equal
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Workload:
     """Completions have 1 to `max_tokens` tokens, most few of them, a share `long_tail` the most.
 
     `reward_s` is the mean of an exponential; a sample's reward fails with `invalid`, and with
-    `bad_group` all rewards of a group do.
+    `bad_group` all rewards of a group do; with `solved` they are all equal.
     """
 
     seed: int
@@ -35,6 +36,7 @@ class Workload:
     reward_s: float = 0.05
     invalid: float = 0.0
     bad_group: float = 0.0
+    solved: float = 0.0
     n_groups: int | None = None  # the data ends there; None: never
 
     def group(self, group_id: int) -> GroupWork:
@@ -49,4 +51,5 @@ class Workload:
         bad = random.random() < self.bad_group
         n_valid = sum(random.random() >= self.invalid for _ in samples)
         reward_s = random.expovariate(1 / self.reward_s)
-        return GroupWork(self.prompt_tokens, lengths, 0 if bad else n_valid, reward_s)
+        varies = random.random() >= self.solved
+        return GroupWork(self.prompt_tokens, lengths, 0 if bad else n_valid, reward_s, varies)

@@ -77,7 +77,9 @@ def evaluate(
             generator.run(max_decode_steps=16)
         generator.release()
         for sample in (sample for group in groups for sample in group.samples):
-            sample.text = decode_completion(tokenizer, sample.token_ids, sampling.stop_ids)
+            sample.text = decode_completion(
+                tokenizer, sample.token_ids, sampling.stop_ids, sampling.stop_strings
+            )
         results = judge([reward_job(group) for group in groups])
         if results is None:
             return None

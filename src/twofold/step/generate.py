@@ -27,7 +27,7 @@ from twofold.model.attention import Rows
 from twofold.model.transformer import Transformer
 from twofold.step import noise
 from twofold.step.lanes import Lanes, Run
-from twofold.step.logprob import head_logits, padded_rows
+from twofold.step.logprob import padded_rows
 from twofold.step.sampling import Sampling, sample
 from twofold.types import Chunk, Group, Sample
 
@@ -117,9 +117,10 @@ class Generator:
             self._lanes.leave_all()
 
     def release(self) -> None:
-        """Gives the KV cache's memory back; the next run allocates it again."""
+        """Gives the memory of the KV cache and of packed weights back; the next run takes it."""
         self._lanes.leave_all()
         self._lanes.release()
+        self._model.packed.clear()
 
     def check_integrity(self) -> None:
         """AssertionError when the cache's bookkeeping is not what the running samples hold."""
@@ -135,7 +136,7 @@ class Generator:
         assert n, "samples wait, none runs, and none fits into the empty cache"
         n_fed = int((lanes.tokens[active] - lanes.cached[active]).sum())
         hidden = self._forward(active, n_fed)
-        logits = head_logits(hidden, self._model.head_weight)
+        logits = self._model.logits(hidden)
         uniforms = np.full(len(hidden), 0.5)
         positions = lanes.tokens[active] - lanes.prompt_tokens[active]
         uniforms[:n] = noise.uniforms(lanes.noise_keys[active], positions)
@@ -188,6 +189,7 @@ class Generator:
                 "lower train.learning_rate and start again from a checkpoint"
             )
         lanes, stop_ids = self._lanes, self._sampling.stop_ids
+        stop_strings = self._sampling.stop_strings
         lanes.cached[active] = lanes.tokens[active]
         lanes.tokens[active] += 1
         lanes.last_token[active] = columns[0]
@@ -197,7 +199,7 @@ class Generator:
             member.logprobs.append(logprob)
             member.kept_logmass.append(logmass)
             member.versions.append(self.version)
-            if token_id in stop_ids:
+            if token_id in stop_ids or (stop_strings and stop_strings.reached(member.token_ids)):
                 member.finish_reason = "stop"
             elif len(member.token_ids) == self._sampling.max_new_tokens:
                 member.finish_reason = "length"

@@ -1,8 +1,8 @@
 """The one definition of a token's log-probability, for sampling and for training.
 
-Owns: logits, the log-prob of a target at a temperature, and both in chunks of rows with a gradient.
-Does not own: truncation (`sampling`), what is made of log-probs (`loss`), the compiled kernels
-(`model.logits_cpu`); their plain torch twins are here.
+Owns: the log-prob of a target at a temperature, and logits with log-probs in chunks of rows with a
+gradient; the plain torch twins of `model.logits_cpu`'s compiled kernels. Does not own: truncation
+(`sampling`), what is made of log-probs (`loss`).
 
 With m the largest logit x of a row and T the temperature, the log-prob of token y is
 (x_y - m) / T - log(sum of exp((x - m) / T)): differences first, so that a division rounds little.
@@ -30,14 +30,9 @@ def padded_rows(n: int) -> int:
     return max(16, -(-n // 8) * 8)
 
 
-def head_logits(hidden: Tensor, head_weight: Tensor) -> Tensor:
-    """hidden [n, width], head_weight [vocabulary, width] -> [n, vocabulary], all in the model's
-    dtype. Not divided by a temperature."""
-    return F.linear(hidden, head_weight)
-
-
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """logits [n, vocabulary] of any dtype (`head_logits`), targets int64 [n] -> float32 [n], nats.
+    """logits [n, vocabulary] of any dtype (`Transformer.logits`), targets int64 [n] -> float32 [n],
+    nats.
 
     n must be above 1: torch may split the reduction of a single row over threads, and then its
     rounding differs.

@@ -7,10 +7,12 @@ Importable without torch.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from twofold.step.stops import StopStrings, decode
 from twofold.types import Prompt
 
 if TYPE_CHECKING:
@@ -18,23 +20,43 @@ if TYPE_CHECKING:
 
 
 class PromptSource:
-    """Endless data order: group id g asks item `permutation(epoch)[g mod n]`, epoch = g div n.
+    """Endless data order: a pure function of (prompts, shares, seed, group id), so whoever asks, in
+    whatever order, before or after a crash, gets the same prompt.
 
-    Each epoch is a seeded permutation of its own, so every prompt is asked exactly once an epoch.
-    The answer is a pure function of (prompts, seed, group id): whoever asks, in whatever order,
-    before or after a crash, gets the same prompt.
+    Each epoch of a source is a seeded permutation of its own, so every prompt is asked exactly once
+    an epoch. With several sources, groups come in cycles: of the L groups of a cycle, source k asks
+    exactly its quota q_k = L x weight / sum of weights, in a seeded order. So before group g it has
+    been asked (g div L) x q_k times and what the order of the cycle adds, and all its n_k prompts
+    have been asked after at most ceil(n_k / q_k) cycles.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
-        """Raises ValueError when there are no prompts."""
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, shares: Sequence[tuple[int, float]] = ()
+    ) -> None:
+        """`shares`: number of prompts and weight of each source, whose prompts stand one source
+        after the other; empty: one source. Raises ValueError when there are no prompts, or a weight
+        is too small beside the others."""
         if not prompts:
             raise ValueError("task: no prompts to train on; lower task.held_out or add data")
+        assert not shares or sum(n for n, _ in shares) == len(prompts), shares
         self._prompts = prompts
-        self._seed = seed
-        self._orders: dict[int, list[int]] = {}  # the epochs asked for lately
+        if len(shares) <= 1:
+            self._quotas = [1]
+            self._sources = [_Shuffled(range(len(prompts)), f"data order {seed}")]
+            self._cycles = _Shuffled([0], f"mixture {seed}")
+            return
+        self._quotas = quotas([weight for _, weight in shares])
+        self._sources = []
+        first = 0
+        for k, (n, _) in enumerate(shares):
+            order = f"data order {seed} source {k}"
+            self._sources.append(_Shuffled(range(first, first + n), order))
+            first += n
+        cycle = [k for k, quota in enumerate(self._quotas) for _ in range(quota)]
+        self._cycles = _Shuffled(cycle, f"mixture {seed}")
 
     def __len__(self) -> int:
-        """Prompts in one epoch."""
+        """Prompts of all sources."""
         return len(self._prompts)
 
     def prompt(self, group_id: int) -> Prompt:
@@ -43,18 +65,61 @@ class PromptSource:
     def item(self, group_id: int) -> int:
         """Which of the prompts the group asks."""
         assert group_id >= 0, group_id
-        epoch, place = divmod(group_id, len(self._prompts))
-        return self._order(epoch)[place]
+        n_cycles, place = divmod(group_id, sum(self._quotas))
+        cycle = self._cycles.epoch(n_cycles)
+        source = cycle[place]
+        n_before = n_cycles * self._quotas[source] + cycle[:place].count(source)
+        return self._sources[source][n_before]
 
-    def _order(self, epoch: int) -> list[int]:
+
+class _Shuffled:
+    """Endless: all items in one order, then all in another, and so on."""
+
+    def __init__(self, items: Sequence[int], name: str) -> None:
+        self._items = items
+        self._name = name
+        self._orders: dict[int, list[int]] = {}  # the epochs asked for lately
+
+    def __getitem__(self, n: int) -> int:
+        epoch, place = divmod(n, len(self._items))
+        return self.epoch(epoch)[place]
+
+    def epoch(self, epoch: int) -> list[int]:
         if epoch not in self._orders:
             # a string seed is hashed by sha512, so it is the same in every process
-            order = list(range(len(self._prompts)))
-            random.Random(f"data order {self._seed} epoch {epoch}").shuffle(order)
+            order = list(self._items)
+            random.Random(f"{self._name} epoch {epoch}").shuffle(order)
             # groups of two neighbouring epochs may live at once; older ones are cheap to remake
             self._orders = {e: o for e, o in self._orders.items() if abs(e - epoch) <= 1}
             self._orders[epoch] = order
         return self._orders[epoch]
+
+
+MAX_CYCLE = 1000
+"""Groups in one cycle of a mixture at most; shares are exact or rounded to a part of this."""
+
+
+def quotas(weights: Sequence[float]) -> list[int]:
+    """How many of the groups of a cycle each source asks: the shortest cycle in which the shares
+    are exact, else one of `MAX_CYCLE` with the largest remainders rounded up. Raises ValueError for
+    a source that would never be asked."""
+    shares = [weight / sum(weights) for weight in weights]
+    for length in range(1, MAX_CYCLE):
+        counts = [share * length for share in shares]
+        whole = [round(count) for count in counts]
+        if all(n and abs(count - n) < 1e-6 for count, n in zip(counts, whole, strict=True)):
+            return whole
+    counts = [share * MAX_CYCLE for share in shares]
+    whole = [math.floor(count) for count in counts]
+    by_remainder = sorted(range(len(counts)), key=lambda k: whole[k] - counts[k])
+    for k in by_remainder[: MAX_CYCLE - sum(whole)]:
+        whole[k] += 1
+    if 0 in whole:
+        raise ValueError(
+            f"task.mixture: weight {weights[whole.index(0)]:g} is less than a thousandth of the "
+            "sum; give more, or leave the source out"
+        )
+    return whole
 
 
 def encode_prompt(
@@ -91,9 +156,13 @@ def encode_prompt(
 
 
 def decode_completion(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop_ids: Collection[int]
+    tokenizer: PreTrainedTokenizerBase,
+    token_ids: Sequence[int],
+    stop_ids: Collection[int],
+    stop_strings: StopStrings | None = None,
 ) -> str:
-    """What rewards and readers see of a completion: its text without the end token.
+    """What rewards and readers see of a completion: its text without the end token, and without a
+    stop string and what follows it.
 
     Other special tokens are left out as well, as rewards written for TRL expect. Only for looking
     and judging: training uses the sampled ids.
@@ -101,6 +170,5 @@ def decode_completion(
     ids = list(token_ids)
     if ids and ids[-1] in stop_ids:
         ids.pop()
-    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)
-    return text
+    text = decode(tokenizer, ids)
+    return text if stop_strings is None else stop_strings.cut(text)

@@ -1,15 +1,17 @@
 """Rewards: one call per group, in worker processes that can be killed.
 
-Owns: the workers (start, replace, kill), the queue in front of them, the time limit of a call, and
-what a call's outcome means for each sample. Does not own: the functions (`tasks.rewards`), what
-becomes of a failed sample (`sched`). Importable without torch.
+Owns: which worker gets which call, the time limit of a call, second tries, and what the outcome
+means for each sample. Does not own: the processes (`reward_process`), the functions
+(`tasks.rewards`), what becomes of a failed sample (`sched`). Importable without torch.
 
     caller                      pool thread                     worker process (own process group)
     submit(ticket, job) ------> queue -> idle worker ---------> function(prompts, completions, ...)
     poll() <- results <-------- reply, end of file, deadline <- rewards or what went wrong
 
-What a function returns or raises, and that it takes too long, is final. That its process died (no
-memory left, a signal, a crash in C) is no verdict on the completions: the call is made once more.
+Numbers that a function returns, and that it returns none, are final. When the call of a group
+raises or takes too long, each of its completions gets a call of its own, so that one that cannot be
+judged costs nobody else. That a process died (no memory left, a signal, a crash in C) may be no
+fault of the completions at all: such a call is made once more before.
 
 A thread of the pool hands out jobs and enforces limits, so that both go on while the caller is busy
 generating or training. Everything waits by wake-up: the thread for replies, new jobs and the
@@ -19,60 +21,47 @@ nearest deadline, the caller for results (a pool has a `fileno`, so
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pickle
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from twofold.threads import usable_cpus
-from twofold.types import Group, Prompt
-
-START_LIMIT_S = 120.0
-"""A worker that has not imported its reward by then is given up: rewards may import much, even
-torch or a model, but a hung import must become an error."""
-
-EXIT_LIMIT_S = 2.0
-"""A worker that ends closes its connection first; it is given this long to leave its exit code."""
-
-# the child gets the parent's import path first, so that both find the same code
-_BOOT = (
-    "import json, sys; setup = json.loads(sys.argv.pop()); sys.path[:] = setup['path']; "
-    "from twofold.step.reward_worker import main; main(setup)"
+from twofold.step.reward_process import (
+    START_LIMIT_S,
+    Call,
+    RewardJob,
+    WorkerProcess,
+    pickle_functions,
 )
-# the parent's threads and their binding are for its matrix products; a reward gets one thread
-_NOT_INHERITED = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+from twofold.step.reward_worker import check_signature
+from twofold.tasks.rewards import RewardName, as_list, reward_names
+from twofold.threads import usable_cpus
+from twofold.types import Group
 
-
-@dataclass(frozen=True)
-class RewardJob:
-    """The finished completions of one prompt: their texts and, as sampled, their token ids."""
-
-    prompt: Prompt
-    completions: list[str]
-    completion_ids: list[list[int]]
+MAX_KILLS = 3
+"""So many completions of one group may each take the whole time limit or their worker's life; those
+of it that have not been tried by then fail: a group may not hold up the others without end."""
 
 
 @dataclass(frozen=True)
 class RewardResult:
     """For each completion either a finite reward or the one-line reason why there is none.
-    `seconds`: how long the call took."""
+
+    `seconds`: how long its calls took. `parts`: by the name of each function, what it said of each
+    completion before its weight; None: it does not apply, or failed.
+    """
 
     ticket: int
     rewards: list[float | None]
     failures: list[str | None]
     seconds: float
+    parts: dict[str, list[float | None]] = field(default_factory=dict)
 
 
 def reward_job(group: Group) -> RewardJob:
@@ -86,45 +75,62 @@ def reward_job(group: Group) -> RewardJob:
 
 
 class RewardPool:
-    """`workers` processes that judge groups with one reward function.
+    """`workers` processes that judge groups with one reward function, or with the weighted sum of
+    several.
 
-    `reward`: a built-in's name, "module:function", "file.py:function", or a Python callable (sent
-    by reference where it can be imported, else by value: lambdas, notebook cells).
-    `timeout_s`: a call that takes longer is killed with all it started, and its samples fail.
+    `reward`: one function or several: a built-in's name, "module:function", "file.py:function", or
+    a Python callable (sent by reference where it can be imported, else by value: lambdas, notebook
+    cells). `weights`: one for each, or none (1 each).
+    `timeout_s`: a call that takes longer is killed with all it started.
     `log_path`: where prints and tracebacks of the reward go, up to 1 MiB; None: nowhere. The file
     is made when there is something to write, and its folder too if that one's parent is there.
 
     Results come in the order in which calls end, exactly one for each submitted job. Raises
-    ValueError when a callable cannot be sent.
+    ValueError when a callable cannot be sent, or functions and weights do not match.
     """
 
     def __init__(
         self,
-        reward: str | Callable[..., Any],
+        reward: RewardName | Sequence[RewardName],
         workers: int = 1,
         timeout_s: float = 10.0,
         *,
+        weights: Sequence[float] = (),
         log_path: Path | None = None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"reward.workers: {workers} workers judge nothing; take 1 or more")
         if not timeout_s > 0:
             raise ValueError(f"reward.timeout_s: {timeout_s} is no time; take more than 0")
+        rewards = as_list(reward)
+        if weights and len(weights) != len(rewards):
+            raise ValueError(
+                f"reward.weights: {len(weights)} weights for {len(rewards)} functions; give one "
+                "for each"
+            )
+        self.names = reward_names(reward)
         self._n_workers = workers
         self._timeout_s = timeout_s
         self._setup = {
-            "reward": reward if isinstance(reward, str) else None,
+            "rewards": [
+                (name, one if isinstance(one, str) else None, weight)
+                for name, one, weight in zip(
+                    self.names, rewards, weights or [1.0] * len(rewards), strict=True
+                )
+            ],
             "log": None if log_path is None else str(log_path.absolute()),
             "cpus": sorted(usable_cpus()),  # the caller's thread may be bound to one of them
         }
-        self._pickled = None if isinstance(reward, str) else _pickle(reward)
+        functions = [one for one in rewards if not isinstance(one, str)]
+        self._pickled = pickle_functions(functions) if functions else None
         self._lock = threading.Lock()  # guards the queue and the results
-        self._jobs: deque[_Call] = deque()
+        self._jobs: deque[Call] = deque()
         self._results: list[RewardResult] = []
-        self._workers: list[_Worker] = []  # the thread's alone
+        self._workers: list[WorkerProcess] = []  # the thread's alone, as what follows
+        self._divided: dict[int, _Divided] = {}
         self._first_start = threading.Event()  # a worker is ready, or could not start
         self._start_error: str | None = None
-        self._parameters: dict[str, Any] | None = None
+        self._parameters: list[dict[str, Any] | None] = []
         self._crash: BaseException | None = None
         self._closing = False
         self._wake_read, self._wake_write = os.pipe()
@@ -140,21 +146,13 @@ class RewardPool:
         self._raise_crash()
         if self._start_error is not None:
             raise ValueError(f"reward.function: {self._start_error}")
-        if columns is None or self._parameters is None:
+        if columns is None:
             return
         given = {"prompts", "completions", "completion_ids", *columns}
-        missing = [name for name in self._parameters["needs"] if name not in given]
-        if missing:
-            raise ValueError(
-                f"reward.function: needs {', '.join(missing)}, but a reward is called with "
-                f"{', '.join(sorted(given))}"
-            )
-        refused = given - set(self._parameters["takes"])
-        if refused and not self._parameters["takes_all"]:
-            raise ValueError(
-                f"reward.function: does not take {', '.join(sorted(refused))}; add **columns to "
-                "its parameters"
-            )
+        for name, parameters in zip(self.names, self._parameters, strict=True):
+            if parameters is not None:
+                what = "reward.function:" if len(self.names) == 1 else f"reward.functions: {name}"
+                check_signature(what, parameters, given)
 
     def submit(self, ticket: int, job: RewardJob) -> None:
         """Queues one group. `ticket` names the result; the caller keeps tickets apart."""
@@ -162,7 +160,7 @@ class RewardPool:
         assert n == len(job.completion_ids), ticket
         self._raise_crash()
         assert not self._closing, "the pool is closed"
-        call = _Call(ticket, n, pickle.dumps(call_arguments(job)))
+        call = Call.of(ticket, job)
         with self._lock:
             self._jobs.append(call)
         os.write(self._wake_write, b"\0")
@@ -231,18 +229,28 @@ class RewardPool:
         """Keeps all workers up; after a failed start only while a job is there to fail for it."""
         while len(self._workers) < self._n_workers and (self._start_error is None or self._jobs):
             try:
-                self._workers.append(_Worker.start(self._setup, self._pickled))
+                self._workers.append(WorkerProcess.start(self._setup, self._pickled))
             except OSError as error:  # no memory, no more processes
                 self._start_failed(f"cannot start a worker: {error}")
 
     def _dispatch(self) -> None:
         for worker in self._workers:
-            if worker.ready and worker.call is None and self._jobs:
-                with self._lock:
-                    call = self._jobs.popleft()
+            if worker.ready and worker.call is None and (call := self._next()):
                 worker.assign(call, self._timeout_s)
 
-    def _receive(self, worker: _Worker) -> None:
+    def _next(self) -> Call | None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    return None
+                call = self._jobs.popleft()
+            divided = self._divided.get(call.ticket)
+            if divided is None or divided.n_kills < MAX_KILLS:
+                return call
+            cause = f"not tried: {MAX_KILLS} others of its group took all their time or a worker"
+            self._deliver_error(call, cause, 0.0)
+
+    def _receive(self, worker: WorkerProcess) -> None:
         try:
             reply = json.loads(worker.connection.recv_bytes())
         except (EOFError, OSError, ValueError):
@@ -257,18 +265,19 @@ class RewardPool:
             self._parameters, self._start_error = reply["ready"], None
             self._first_start.set()
 
-    def _expire(self, worker: _Worker) -> None:
+    def _expire(self, worker: WorkerProcess) -> None:
         if worker.ready:
             cause = f"reward killed: it took longer than {self._timeout_s:g} s (reward.timeout_s)"
         else:
             cause = f"loading the reward took longer than {START_LIMIT_S:g} s"
         self._remove(worker, cause)
 
-    def _remove(self, worker: _Worker, cause: str, died: bool = False) -> None:
+    def _remove(self, worker: WorkerProcess, cause: str, died: bool = False) -> None:
         worker.kill()
         self._workers.remove(worker)
         if worker.call is not None:
-            self._fail(worker.call, cause, time.monotonic() - worker.assigned_at, died)
+            seconds = time.monotonic() - worker.assigned_at
+            self._fail(worker.call, cause, seconds, killed=True, died=died)
         elif not worker.ready:
             self._start_failed(cause, died)
         # else it died idle, and no job is worse off
@@ -278,133 +287,93 @@ class RewardPool:
         self._first_start.set()
         with self._lock:
             failed = self._jobs.popleft() if self._jobs else None
-        if failed is not None:  # so a start that never works ends, one job after the other
-            self._fail(failed, cause, 0.0, died)
+        if failed is None:
+            return
+        if died and failed.first_death is None:
+            self._put_first([failed._replace(first_death=cause)])
+        else:  # so a start that never works ends, one job after the other
+            self._deliver_error(failed, _both(failed, cause) if died else cause, 0.0)
 
-    def _fail(self, call: _Call, cause: str, seconds: float, died: bool) -> None:
+    # ---------------------------------------------------------------- what a call comes to
+
+    def _fail(self, call: Call, cause: str, seconds: float, killed: bool, died: bool) -> None:
+        """A call came to nothing: it is made again, divided, or final."""
         if died and call.first_death is None:
-            with self._lock:
-                self._jobs.appendleft(call._replace(first_death=cause))
+            self._put_first([call._replace(first_death=cause)])
             return
         if died:
-            cause = f"{call.first_death}, and on the second try: {cause}"
-        self._deliver(call, {"error": cause}, seconds)
+            cause = _both(call, cause)
+        n = len(call.job.completions)
+        if call.index is None and n > 1:
+            self._divided[call.ticket] = _Divided.of(n, self.names, seconds)
+            self._put_first([Call.of(call.ticket, call.job.one(i), i) for i in range(n)])
+            return
+        if call.index is not None:
+            self._divided[call.ticket].n_kills += killed
+        self._deliver_error(call, cause, seconds)
 
-    def _finish(self, worker: _Worker, reply: dict[str, Any]) -> None:
+    def _put_first(self, calls: list[Call]) -> None:
+        with self._lock:
+            self._jobs.extendleft(reversed(calls))
+
+    def _finish(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
         assert worker.call is not None
         call, seconds = worker.call, time.monotonic() - worker.assigned_at
         worker.call = worker.deadline = None
-        self._deliver(call, reply, seconds)
-
-    def _deliver(self, call: _Call, reply: dict[str, Any], seconds: float) -> None:
-        rewards, failures = reply.get("rewards"), reply.get("failures")
         if "error" in reply:
-            rewards, failures = [None] * call.n, [reply["error"]] * call.n
-        assert rewards is not None and failures is not None, reply
-        result = RewardResult(call.ticket, rewards, failures, seconds)
+            self._fail(call, reply["error"], seconds, killed=False, died=False)
+        else:
+            self._deliver(call, reply, seconds)
+
+    def _deliver_error(self, call: Call, cause: str, seconds: float) -> None:
+        n = len(call.job.completions)
+        nothing = {name: [None] * n for name in self.names}
+        self._deliver(
+            call, {"rewards": [None] * n, "failures": [cause] * n, "parts": nothing}, seconds
+        )
+
+    def _deliver(self, call: Call, reply: dict[str, Any], seconds: float) -> None:
+        if call.index is not None:
+            divided = self._divided[call.ticket]
+            divided.put(call.index, reply, seconds)
+            if divided.n_left:
+                return
+            del self._divided[call.ticket]
+            reply, seconds = divided.reply, divided.seconds
+        result = RewardResult(
+            call.ticket, reply["rewards"], reply["failures"], seconds, reply["parts"]
+        )
         with self._lock:
             self._results.append(result)
             if len(self._results) == 1:
                 os.write(self._signal_write, b"\0")
 
 
-class _Call(NamedTuple):
-    ticket: int
-    n: int  # completions
-    arguments: bytes  # pickled in `submit`, so that what cannot be pickled is refused there
-    first_death: str | None = None  # what became of the worker that had this call before
-
-
 @dataclass
-class _Worker:
-    """A worker process, which leads a process group of its own, and our ends of its pipes."""
+class _Divided:
+    """A group whose completions are judged one by one: what is known of them so far."""
 
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    lifeline: int  # never written: the watchdog on the other end notices when we are gone
-    deadline: float | None  # monotonic; None: idle
-    ready: bool = False  # has loaded the reward
-    call: _Call | None = None
-    assigned_at: float = 0.0
+    reply: dict[str, Any]
+    n_left: int
+    seconds: float
+    n_kills: int = 0
 
     @staticmethod
-    def start(setup: dict[str, Any], pickled: bytes | None) -> _Worker:
-        ours, theirs = socket.socketpair()
-        lifeline_read, lifeline_write = os.pipe()
-        fds = {"connection": theirs.fileno(), "lifeline": lifeline_read}
-        environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-        connection = Connection(ours.detach())
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOT, json.dumps({**setup, **fds, "path": sys.path})],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                # stderr stays ours until the worker has loaded: a broken installation shows
-                pass_fds=list(fds.values()),
-                start_new_session=True,
-                env={**environment, "OMP_NUM_THREADS": "1"},
-            )
-        except OSError:
-            connection.close()
-            os.close(lifeline_write)
-            raise
-        finally:
-            theirs.close()
-            os.close(lifeline_read)
-        worker = _Worker(process, connection, lifeline_write, time.monotonic() + START_LIMIT_S)
-        if pickled is not None:
-            with contextlib.suppress(ConnectionError):  # it died: reading will tell
-                connection.send_bytes(pickled)
-        return worker
+    def of(n: int, names: list[str], seconds: float) -> _Divided:
+        reply: dict[str, Any] = {"rewards": [None] * n, "failures": [None] * n}
+        return _Divided({**reply, "parts": {name: [None] * n for name in names}}, n, seconds)
 
-    def assign(self, call: _Call, timeout_s: float) -> None:
-        self.call = call
-        self.assigned_at = time.monotonic()
-        self.deadline = self.assigned_at + timeout_s
-        with contextlib.suppress(ConnectionError):  # it died: reading will tell
-            self.connection.send_bytes(call.arguments)
-
-    def how_it_ended(self) -> str:
-        """How the process ended by itself; to be asked before `kill`, which would be the answer."""
-        try:
-            code = self.process.wait(EXIT_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return "it closed its connection"
-        names = {-number: number.name for number in signal.Signals}
-        return f"exit code {code}" if code >= 0 else names.get(code, f"signal {-code}")
-
-    def kill(self) -> None:
-        # the whole group, whose number stays its own while the watchdog is in it
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.connection.close()
-        os.close(self.lifeline)
+    def put(self, index: int, reply: dict[str, Any], seconds: float) -> None:
+        """The reply to the call for one completion."""
+        for of_group, of_one in (
+            (self.reply["rewards"], reply["rewards"]),
+            (self.reply["failures"], reply["failures"]),
+            *((self.reply["parts"][name], part) for name, part in reply["parts"].items()),
+        ):
+            of_group[index] = of_one[0]
+        self.n_left -= 1
+        self.seconds += seconds
 
 
-def call_arguments(job: RewardJob) -> dict[str, Any]:
-    """The keyword arguments of the call, as TRL makes them: lists with one entry per completion.
-    A chat prompt's completion is [{"role": "assistant", "content": text}], a text prompt's text."""
-    n = len(job.completions)
-    completions: list[Any] = list(job.completions)
-    if job.prompt.is_chat:
-        completions = [[{"role": "assistant", "content": text}] for text in job.completions]
-    return {
-        "prompts": [job.prompt.content] * n,
-        "completions": completions,
-        "completion_ids": job.completion_ids,
-        **{name: [value] * n for name, value in job.prompt.columns.items()},
-    }
-
-
-def _pickle(reward: Callable[..., Any]) -> bytes:
-    import cloudpickle  # only here: a named reward needs it not
-
-    try:
-        pickled: bytes = cloudpickle.dumps(reward)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise ValueError(
-            f"reward.function: {reward!r} cannot be sent to a worker: {error}; "
-            "make it an importable function and give module:function"
-        ) from None
-    return pickled
+def _both(call: Call, cause: str) -> str:
+    return f"{call.first_death}, and on the second try: {cause}"

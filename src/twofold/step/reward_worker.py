@@ -1,7 +1,8 @@
 """The other side of `step.reward`: what runs inside a reward process.
 
-Owns: calling the reward function, turning what it returns into plain numbers, and the end of the
-process group when the parent is gone. Does not own: time limits, queues (`step.reward`).
+Owns: calling the reward functions, turning what they return into plain numbers and one reward, and
+the end of the process group when the parent is gone. Does not own: time limits, queues, second
+tries (`step.reward`).
 
 A fresh interpreter imports this and nothing of the parent's program; start-up is part of every
 replacement of a killed worker, so nothing heavy is imported here.
@@ -10,6 +11,7 @@ replacement of a killed worker, so nothing heavy is imported here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import math
@@ -19,9 +21,12 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from twofold.tasks.rewards import RewardFunction, resolve_reward
+
+if TYPE_CHECKING:
+    import asyncio
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
@@ -34,7 +39,8 @@ def main(setup: dict[str, Any]) -> None:
 
     `setup`: `connection` (fd, jobs come pickled, replies go as JSON so that nothing that a reward
     does can make the parent run code), `lifeline` (fd, at its end the parent is gone), `log` (path
-    or None: nowhere), `cpus` (where to run), `reward` (name or None: a pickle follows).
+    or None: nowhere), `cpus` (where to run), `rewards` (for each a name for people, what to import
+    or None, and its weight; a pickled list of those with None follows).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     if sys.platform == "linux":
@@ -45,8 +51,8 @@ def main(setup: dict[str, Any]) -> None:
     # a process that the reward forks must not keep the connection open: its end means "worker died"
     os.register_at_fork(after_in_child=connection.close)
     try:
-        function = _function(setup["reward"], connection)
-        _reply(connection, {"ready": _parameters(function)})
+        rewards = _load(setup["rewards"], connection)
+        _reply(connection, {"ready": [_parameters(reward.function) for reward in rewards]})
     except BaseException as error:
         _print_exception()
         _reply(connection, {"error": describe(error)})
@@ -56,27 +62,101 @@ def main(setup: dict[str, Any]) -> None:
             pickled = connection.recv_bytes()
         except EOFError:
             return
-        _reply(connection, judge(function, pickled))
+        _reply(connection, judge(rewards, pickled))
 
 
-def judge(function: RewardFunction, pickled: bytes) -> dict[str, Any]:
-    """One call with pickled keyword arguments. `rewards` and `failures` have one entry per
-    completion, exactly one of the two is not None; or `error` when the call is worth nothing."""
+class Reward(NamedTuple):
+    """One of the functions that judge a completion."""
+
+    name: str
+    function: RewardFunction
+    weight: float
+
+
+Value = tuple[float | None, str | None]
+"""What one function says of one completion: (number, None); (None, None): it does not apply;
+(None, why): it failed."""
+
+
+def judge(rewards: list[Reward], pickled: bytes) -> dict[str, Any]:
+    """One call of each function with pickled keyword arguments.
+
+    `rewards` and `failures` have one entry per completion, exactly one of the two is not None;
+    `parts` has, by the function's name, its own numbers. Or `error` when a function raised: then
+    the call is worth nothing.
+    """
     try:
         arguments = pickle.loads(pickled)
         n = len(arguments["completions"])
-        returned: Any = function(**arguments)
-        values = _listed(returned)
-        if values is None:
-            kind = type(returned).__name__
-            return {"error": f"reward returned {kind} instead of a list of {n} numbers"}
-        if len(values) != n:
-            return {"error": f"reward returned {len(values)} values for {n} completions"}
-        judged = [_number(value) for value in values]
+        returned = _awaited([reward.function(**arguments) for reward in rewards])
+        values = [_values(one, n) for one in returned]
     except BaseException as error:  # sys.exit() in a reward ends the call, not the worker
         _print_exception()
         return {"error": describe(error)}
-    return {"rewards": [reward for reward, _ in judged], "failures": [why for _, why in judged]}
+    totals = [_total(rewards, [column[i] for column in values]) for i in range(n)]
+    return {
+        "rewards": [total for total, _ in totals],
+        "failures": [why for _, why in totals],
+        "parts": {
+            reward.name: [number for number, _ in column]
+            for reward, column in zip(rewards, values, strict=True)
+        },
+    }
+
+
+def _total(rewards: list[Reward], values: list[Value]) -> Value:
+    """The weighted sum of those that apply to one completion; failed when one failed or none
+    applies."""
+    several = len(rewards) > 1
+    for reward, (_, why) in zip(rewards, values, strict=True):
+        if why is not None:
+            return None, f"{reward.name}: {why}" if several else why
+    terms = [
+        reward.weight * number
+        for reward, (number, _) in zip(rewards, values, strict=True)
+        if number is not None
+    ]
+    if not terms:
+        return None, "no reward applies: all returned None" if several else "reward returned None"
+    return _number(sum(terms))
+
+
+def _values(returned: Any, n: int) -> list[Value]:
+    """What one function says of each completion. An answer of the wrong form is a mistake in the
+    function: it fails all, and asking once more would not help."""
+    values = _listed(returned)
+    if values is None:
+        kind = type(returned).__name__
+        return [(None, f"reward returned {kind} instead of a list of {n} numbers")] * n
+    if len(values) != n:
+        return [(None, f"reward returned {len(values)} values for {n} completions")] * n
+    return [_number(value) for value in values]
+
+
+def _awaited(returned: list[Any]) -> list[Any]:
+    """What async functions return is waited for, all at once."""
+    waiting = [value for value in returned if inspect.isawaitable(value)]
+    if not waiting:
+        return returned
+    import asyncio  # only for who needs it
+
+    async def wait_for_all() -> list[Any]:
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    results = _event_loop().run_until_complete(wait_for_all())
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    ready = iter(results)
+    return [next(ready) if inspect.isawaitable(value) else value for value in returned]
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One for the process's life: clients that a reward keeps between calls belong to it."""
+    import asyncio
+
+    return asyncio.new_event_loop()
 
 
 def describe(error: BaseException) -> str:
@@ -108,10 +188,9 @@ def _listed(returned: Any) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def _number(value: Any) -> tuple[float | None, str | None]:
-    """(reward, None) or (None, why there is none)."""
+def _number(value: Any) -> Value:
     if value is None:
-        return None, "reward returned None"
+        return None, None
     if isinstance(value, str):
         return None, f"reward returned text {value[:40]!r} instead of a number"
     if isinstance(value, bytes | bytearray):  # float() would read them as text
@@ -129,11 +208,14 @@ def _number(value: Any) -> tuple[float | None, str | None]:
     return number, None
 
 
-def _function(reward: str | None, connection: Connection) -> RewardFunction:
-    if reward is not None:
-        return resolve_reward(reward)
-    function: RewardFunction = connection.recv()  # cloudpickle's bytes are plain pickle to read
-    return function
+def _load(named: list[tuple[str, str | None, float]], connection: Connection) -> list[Reward]:
+    pickled = iter(())
+    if any(where is None for _, where, _ in named):
+        pickled = iter(connection.recv())  # cloudpickle's bytes are plain pickle to read
+    return [
+        Reward(name, next(pickled) if where is None else resolve_reward(where), weight)
+        for name, where, weight in named
+    ]
 
 
 def _parameters(function: RewardFunction) -> dict[str, Any] | None:
@@ -148,6 +230,22 @@ def _parameters(function: RewardFunction) -> dict[str, Any] | None:
         "takes": [p.name for p in named],
         "takes_all": any(p.kind is p.VAR_KEYWORD for p in parameters),
     }
+
+
+def check_signature(what: str, parameters: dict[str, Any], given: set[str]) -> None:
+    """ValueError, which begins with `what`, when a function with these parameters cannot be called
+    with the arguments `given`."""
+    missing = [name for name in parameters["needs"] if name not in given]
+    if missing:
+        raise ValueError(
+            f"{what} needs {', '.join(missing)}, but a reward is called with "
+            f"{', '.join(sorted(given))}"
+        )
+    refused = given - set(parameters["takes"])
+    if refused and not parameters["takes_all"]:
+        raise ValueError(
+            f"{what} does not take {', '.join(sorted(refused))}; add **columns to its parameters"
+        )
 
 
 def _print_exception() -> None:

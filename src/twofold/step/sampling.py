@@ -14,6 +14,7 @@ from torch import Tensor
 
 from twofold.model import cpu_kernels, logits_cpu
 from twofold.step.logprob import token_logprobs
+from twofold.step.stops import StopStrings
 
 _RANKED_FIRST = 1024  # top_p looks at this many likeliest tokens before it sorts the vocabulary
 _BLOCK = 256  # the draw finds its block of the vocabulary first, then the token in it
@@ -29,6 +30,7 @@ class Sampling:
     min_p: float = 0.0  # 0: off
     max_new_tokens: int = 64  # the end token included
     stop_ids: tuple[int, ...] = ()
+    stop_strings: StopStrings | None = None
     greedy: bool = False  # always the likeliest token; log-probs are still those at `temperature`
 
     def __post_init__(self) -> None:
@@ -54,8 +56,8 @@ class Sampling:
 def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     """One token per row.
 
-    logits [n, vocabulary] of any dtype, not yet divided by the temperature (`logprob.head_logits`),
-    n above 1; uniforms float64 [n] in (0, 1) -> token ids int64 [n]; log-probs float32 [n] in nats,
+    logits [n, vocabulary] of any dtype, not divided by the temperature (`Transformer.logits`), n
+    above 1; uniforms float64 [n] in (0, 1) -> token ids int64 [n]; log-probs float32 [n] in nats,
     before truncation; kept log-mass float32 [n], the log of the probability that truncation left.
     A row's result depends on that row and its uniform alone. A token of probability 0, or one that
     truncation removed, is never drawn.

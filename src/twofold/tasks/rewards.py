@@ -11,7 +11,8 @@ A reward has the signature that TRL users know:
 All arguments are lists with one entry per completion. For chat prompts `prompts` holds lists of
 messages and a completion is [{"role": "assistant", "content": text}]; for text prompts both are
 text.
-Every other column of the data arrives by its name. None means: this one cannot be judged.
+Every other column of the data arrives by its name. None means: this reward does not apply here;
+those of the package say so where the column that they need is None.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +36,8 @@ from twofold.tasks.load import nearest
 
 RewardFunction = Callable[..., list[float | None]]
 Completion = str | list[dict[str, str]]
+RewardName = str | Callable[..., Any]
+"""A built-in's name, "module:function", "file.py:function", or a function."""
 
 # a sign counts only where no digit is before it: the last number of "5-3" is 3
 _NUMBER = re.compile(r"(?:(?<!\d)-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
@@ -54,6 +58,9 @@ def last_number(
     """1.0 where the last number in the reply equals the column `answer`, else 0.0."""
     rewards: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
+        if expected is None:
+            rewards.append(None)
+            continue
         try:
             value = Decimal(str(expected).replace(",", "").strip())
         except InvalidOperation:
@@ -68,8 +75,10 @@ def exact_match(
     completions: list[Completion], answer: list[Any], **columns: Any
 ) -> list[float | None]:
     """1.0 where the reply is the column `answer`, white space at both ends aside, else 0.0."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(text_of(reply).strip() == str(expected).strip()) for reply, expected in pairs]
+    return [
+        None if expected is None else float(text_of(reply).strip() == str(expected).strip())
+        for reply, expected in zip(completions, answer, strict=True)
+    ]
 
 
 def math_verify(
@@ -84,6 +93,9 @@ def math_verify(
 
     rewards: list[float | None] = []
     for completion, expected in zip(completions, answer, strict=True):
+        if expected is None:
+            rewards.append(None)
+            continue
         gold = _parse_answer(str(expected))
         reply = parse(text_of(completion), parsing_timeout=MATH_LIMIT_S)
         rewards.append(float(verify(gold, reply, timeout_seconds=MATH_LIMIT_S)))
@@ -118,6 +130,9 @@ def reasoning_gym(
 
     rewards: list[float | None] = []
     for i, completion in enumerate(completions):
+        if dataset[i] is None:
+            rewards.append(None)
+            continue
         score = _gym_scorer(dataset[i], json.dumps(dataset_options[i], sort_keys=True))
         text = text_of(completion)
         tagged = extract_answer(text)
@@ -136,11 +151,78 @@ def _gym_scorer(dataset: str, options: str) -> Callable[[str, dict[str, Any]], f
     return scorer
 
 
+def code(
+    completions: list[Completion], tests: list[str | list[str] | None], **columns: Any
+) -> list[float | None]:
+    """The share of its tests that the code in the reply passes, in a sandbox (docs/rewards.md).
+
+    The column `tests` holds Python that raises when the code is wrong ("assert double(2) == 4"), or
+    a list of such texts, which count one by one. The code is the reply's last block marked as
+    Python, else its last block, else all of it.
+    """
+    from twofold.tasks import sandbox
+
+    listed = [_tests(given) for given in tests]
+    jobs = [
+        (code_of(text_of(completion)), given)
+        for completion, given in zip(completions, listed, strict=True)
+        if given is not None
+    ]
+    outcomes = iter(sandbox.run_all(jobs))
+    rewards: list[float | None] = []
+    for given in listed:
+        if given is None:
+            rewards.append(None)
+            continue
+        outcome = next(outcomes)
+        _say_once(f"code runs in a sandbox: {outcome.containment}")
+        rewards.append(outcome.n_passed / len(given))
+    return rewards
+
+
+def _tests(given: Any) -> list[str] | None:
+    tests = [given] if isinstance(given, str) else given
+    if tests is not None and (
+        not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests)
+    ):
+        raise ValueError(f"column 'tests' must be text or a list of texts, not {given!r:.60}")
+    return tests
+
+
+_BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+
+
+def code_of(reply: str) -> str:
+    """The last block of a reply that is marked as Python, else the last one, else the reply; a
+    block that is not closed (a stop string may have cut it off) ends with the reply."""
+    blocks = _BLOCK.findall(reply)
+    python = [text for language, text in blocks if language.lower() in ("python", "python3", "py")]
+    chosen: list[str] = python or [text for _, text in blocks] or [reply]
+    return chosen[-1]
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    print(line, flush=True)  # into the run's reward.log
+
+
+def own(completions: list[Completion], own_reward: list[str], **columns: Any) -> list[float | None]:
+    """In a mixture: the own reward of the source that the prompt is from (all are from one)."""
+    return _own(own_reward[0])(completions=completions, **columns)
+
+
+@functools.lru_cache
+def _own(name: str) -> RewardFunction:
+    return resolve_reward(name)
+
+
 BUILT_IN: dict[str, RewardFunction] = {
     "last_number": last_number,
     "exact_match": exact_match,
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
+    "code": code,
+    "own": own,
 }
 
 
@@ -168,6 +250,30 @@ def resolve_reward(name: str) -> RewardFunction:
     if attribute not in functions:
         raise ValueError(f"{where} has no function {attribute!r}{nearest(attribute, functions)}")
     return functions[attribute]
+
+
+def as_list(reward: RewardName | Sequence[RewardName]) -> list[RewardName]:
+    return [reward] if isinstance(reward, str) or callable(reward) else list(reward)
+
+
+def reward_names(rewards: RewardName | Sequence[RewardName]) -> list[str]:
+    """What the functions are called in metrics: unique, and without where they are from."""
+    names: list[str] = []
+    for reward in as_list(rewards):
+        if isinstance(reward, str):
+            name = reward.rpartition(":")[2]
+        else:
+            try:
+                name = reward.__name__
+            except AttributeError:  # an object with __call__, a partial
+                name = type(reward).__name__
+        names.append(name)
+    seen: Counter[str] = Counter()
+    for i, name in enumerate(names):
+        seen[name] += 1
+        if seen[name] > 1:
+            names[i] = f"{name}_{seen[name]}"
+    return names
 
 
 def _load_file(path: str) -> ModuleType:

@@ -1,0 +1,18 @@
+"""What a measurement ran on, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def describe() -> str:
+    """CPU, cores this process may use, torch."""
+    import torch
+
+    from twofold.threads import usable_cpus
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{names[0] if names else 'CPU'}, {len(usable_cpus())} cores, {capability}, torch {torch.__version__}"
