@@ -15,4 +15,5 @@ def describe() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{names[0] if names else 'CPU'}, {len(usable_cpus())} cores, {capability}, torch {torch.__version__}"
+    name, cores = names[0] if names else "CPU", len(usable_cpus())
+    return f"{name}, {cores} cores, {capability}, torch {torch.__version__}"

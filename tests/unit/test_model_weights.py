@@ -54,8 +54,13 @@ def test_saved_folder_loads_in_transformers_with_equal_logits(tmp_path, family, 
         assert reference.dtype == dtype
         with torch.no_grad():
             expected = reference(IDS[None]).logits[0]
-        tolerance = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
-        torch.testing.assert_close(forward(model), expected, **tolerance)
+        if dtype == torch.float32:
+            torch.testing.assert_close(forward(model), expected)
+        else:  # both round, at different places: ours may be no further from the exact logits
+            with torch.no_grad():
+                exact = reference.float()(IDS[None]).logits[0]
+            ours, theirs = (forward(model) - exact).abs(), (expected - exact).abs()
+            assert ours.max() <= 1.5 * theirs.max() and ours.mean() <= 1.1 * theirs.mean()
         assert torch.equal(forward(weights.load_model(saved, dtype)), forward(model))
 
 

@@ -13,6 +13,7 @@ So no decision depends on the wall clock, nor on a process that died in between.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -67,6 +68,7 @@ class LocalExecutor:
             float
         )  # seconds per phase since the last update
         self._step_tokens = self._step_dropped = 0
+        self._step_parts: defaultdict[str, list[float]] = defaultdict(list)  # by reward function
         self.on_command: Callable[[Command], None] = lambda command: None
         self.on_wait: Callable[[str], None] = lambda what: None
         self.on_quantum: Callable[[int, float], None] = lambda unfinished, tokens_per_s: None
@@ -129,16 +131,21 @@ class LocalExecutor:
         return event
 
     def _write_step_times(self, version: int, now_s: float) -> None:
-        """Where the time of this step went, from the end of the last update to the end of this."""
+        """Where the time of this step went, from the end of the last update to the end of this;
+        what was generated, dropped and judged in it, whatever is trained."""
         step_s = now_s - self._step_start_s
         times = {f"time/{phase}": seconds for phase, seconds in self._phase_s.items()}
         times["time/step_s"] = step_s
         times["time/wait"] = max(0.0, step_s - sum(self._phase_s.values()))
         times["tokens_per_s"] = self._step_tokens / step_s
         times["groups/dropped"] = float(self._step_dropped)
+        for name, values in self._step_parts.items():
+            if values:
+                times[f"reward/{name}"] = math.fsum(values) / len(values)
         self._store.write(*(MetricRow(version, name, value) for name, value in times.items()))
         self._step_start_s, self._step_tokens, self._step_dropped = now_s, 0, 0
         self._phase_s.clear()
+        self._step_parts.clear()
 
     # ------------------------------------------------------------ rewards
 
@@ -159,6 +166,9 @@ class LocalExecutor:
         ):
             sample.reward, sample.failed = reward, failure
             self._store.write(RewardRow(sample.sample_id, reward, failure))
+        if len(result.parts) > 1:
+            for name, values in result.parts.items():
+                self._step_parts[name].extend(value for value in values if value is not None)
         valid = [sample.reward for sample in group.samples if sample.valid]
         return Rewarded(
             command=command.seq,

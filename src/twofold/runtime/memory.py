@@ -6,14 +6,13 @@ own: the arithmetic (`memory.ledger`), the answer (`memory.fit`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from twofold.config import Config
-from twofold.memory.fit import require_fit
+from twofold.memory.fit import Forecast, require_fit
 from twofold.memory.ledger import GB, forecast
 from twofold.memory.meter import room_bytes
 from twofold.model import cpu_kernels, weights
@@ -26,18 +25,20 @@ _ENCODED = 64  # candidates for the longest prompt
 
 def check_memory(config: Config, folder: Path, task: Task, device: torch.device) -> str:
     """The line that says what each phase will hold; see `require_fit`."""
+    predict, longest = forecaster(config, folder, task, device)
+    room = config.run.memory_limit_gb * GB or room_bytes(device)
+    return require_fit(predict, config, longest, room)
+
+
+def forecaster(
+    config: Config, folder: Path, task: Task, device: torch.device
+) -> tuple[Forecast, int]:
+    """The ledger of these options, or of changed ones, for this model, data and device; and the
+    tokens of the longest prompt."""
     spec = weights.read_spec(folder)
     longest = _longest_prompt_tokens(config, folder, [*task.train, *task.held_out])
     kernels = device.type == "cpu" and not cpu_kernels.why_not_used()
-    room = config.run.memory_limit_gb * GB or room_bytes(device)
-    predict = functools.partial(
-        forecast,
-        spec,
-        longest_prompt_tokens=longest,
-        device_type=device.type,
-        kernels=kernels,
-    )
-    return require_fit(lambda changed: predict(config=changed), config, longest, room)
+    return lambda changed: forecast(spec, changed, longest, device.type, kernels), longest
 
 
 def _longest_prompt_tokens(config: Config, folder: Path, prompts: Iterable[Prompt]) -> int:
