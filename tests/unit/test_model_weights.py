@@ -60,7 +60,7 @@ def test_saved_folder_loads_in_transformers_with_equal_logits(tmp_path, family, 
             with torch.no_grad():
                 exact = reference.float()(IDS[None]).logits[0]
             ours, theirs = (forward(model) - exact).abs(), (expected - exact).abs()
-            assert ours.max() <= 1.5 * theirs.max() and ours.mean() <= 1.1 * theirs.mean()
+            assert ours.mean() <= 1.5 * theirs.mean() and ours.max() <= 3 * theirs.max()
         assert torch.equal(forward(weights.load_model(saved, dtype)), forward(model))
 
 

@@ -33,6 +33,7 @@ from twofold.model import attention, resolve, weights
 from twofold.obs.progress import Progress
 from twofold.obs.record import MetricRow, Record, VersionRow
 from twofold.obs.tensorboard import TensorBoard
+from twofold.obs.trackers import Trackers, packages
 from twofold.runtime import checkpoint
 from twofold.runtime.local import LocalExecutor, phase_name
 from twofold.runtime.loop import drive
@@ -277,6 +278,7 @@ class _Watched:
         self._steps = parts.config.train.steps
         self._updates_per_batch = parts.config.train.updates_per_batch
         self._tensorboard = TensorBoard(parts.run_dir) if parts.config.run.tensorboard else None
+        self._trackers = Trackers(parts.config, parts.run_dir)
 
     def __enter__(self) -> Self:
         return self
@@ -284,6 +286,7 @@ class _Watched:
     def __exit__(self, *exc: object) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
+        self._trackers.close()
 
     def commit(self, now_s: float, event: Event, commands: list[Command], rows: list[Any]) -> None:
         self._record.commit(now_s, event, commands, rows)
@@ -299,6 +302,8 @@ class _Watched:
             self._progress.evaluation(version, metrics)
         if self._tensorboard is not None and metrics:
             self._tensorboard.scalars(version, metrics)
+        if metrics:
+            self._trackers.scalars(version, metrics)
 
 
 @contextmanager
@@ -333,6 +338,7 @@ def _opened(
     """Everything a run needs, checked; reward processes are gone when it closes."""
     progress = progress or Progress()
     try:
+        packages(config.run)  # refused now rather than when the model is loaded
         task = load_task(config.task)
         folder, chosen = resolve.resolve(config.model.name)
         progress.message(chosen)
