@@ -2,12 +2,13 @@
 
     python bench/memory.py [--configs bf16 fp32 bf16-reference fp32-reference] [--out runs/memory]
 
-Each configuration is a run of two steps in a process of its own, one after the other; evaluation is
-off. Completions are sampled at a high temperature, so that they go on to `max_new_tokens`: the
-forecast is for the longest ones. Forecasts come from the code that a run asks before its first step;
-measured is the peak that the run recorded (`memory/PHASE_gb`). On a CPU freed memory stays with the
-process, so a phase is measured in the first step, where no larger one came before it, and training
-in all. Memory does not depend on what else the machine does. The last line is one JSON object.
+Each configuration is a run of two steps in a process of its own, one after the other; evaluation
+is off. Completions are sampled at a high temperature, so that they go on to `max_new_tokens`: the
+forecast is for the longest ones. Forecasts come from the code that a run asks before its first
+step; measured is the peak that the run recorded (`memory/PHASE_gb`). On a CPU freed memory stays
+with the process, so generation and scoring are measured in the first step, where no larger phase
+came before them, and training in both. Memory does not depend on what else the machine does. The
+last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ rollouts and it trains, on one copy of the weights.
   twofold train examples/quickstart.toml        post-train; --train.steps 50 changes an option
   twofold resume runs/quickstart-1              go on after Ctrl-C, a crash or a power cut
   twofold samples runs/quickstart-1             look at completions
-  twofold eval runs/quickstart-1@20             held-out evaluation of a checkpoint
+  twofold eval runs/quickstart-1@40             held-out evaluation of a checkpoint
   twofold generate runs/quickstart-1/model 'What is 2 + 3?'
   twofold log runs/quickstart-1                 everything that happened, as JSON lines
 """
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"twofold: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("interrupted; a run goes on with: twofold resume RUN", file=sys.stderr)
         return 130
 
 

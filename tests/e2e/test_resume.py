@@ -160,7 +160,7 @@ def test_kill_9_and_resume(folder: Path, tmp_path: Path) -> None:
     resume = [sys.executable, "-m", "twofold", "resume", str(tmp_path / "run")]
     done = subprocess.run(resume, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"resume +checkpoint of version (5|10)\b", done.stdout), done.stdout
+    assert re.search(r"resume +from the checkpoint of version (5|10)\b", done.stdout), done.stdout
     run.train(config("whole"))
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
     with Record.open(tmp_path / "run", read_only=True) as record:

@@ -18,8 +18,8 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 PACKAGE = SRC / "twofold"
 
-LIGHT = ("types", "events", "config", "sched", "model.spec", "memory.ledger", "runtime.loop", "sim",
-         "obs.record")  # fmt: skip
+LIGHT = ("types", "events", "config", "sched", "model.spec", "memory.activations", "memory.ledger",
+         "memory.fit", "runtime.loop", "sim", "obs.record", "obs.trackers")  # fmt: skip
 """These (packages: all that is in them) import without torch and ray."""
 
 HEAVY = {"torch", "ray", "transformers", "numpy", "vllm"}
@@ -96,8 +96,7 @@ def sched_modules() -> list[str]:
 def test_the_scan_finds_the_package() -> None:
     assert {"twofold", "twofold.types", "twofold.sched.scheduler"} <= modules().keys()
     for place in LIGHT:
-        if place != "memory.ledger":  # it comes with placements that share memory
-            assert any(within(name, place) for name in modules()), place
+        assert any(within(name, place) for name in modules()), place
 
 
 @pytest.mark.parametrize("name", ["twofold", *light_modules()])

@@ -59,7 +59,7 @@ def test_plain_lines() -> None:
         )
     assert out.getvalue().splitlines() == [
         "model    here [not markup] :smile:",
-        "step 3/30  reward 0.424  pass 40%  length 12.3  tok/s 812  stale 0.50  max 1  kl 0.0123  "
+        "step 3/30  reward 0.424  pass 40%  length 12.3  tok/s 812  stale 0.50  old 1  kl 0.0123  "
         "entropy 0.543  clip 1.2%  gap 1.2e-03  s 10.0  ETA 4m30s  | generate 60% train 30% "
         "wait 10%",
         "held-out at version 30: pass rate 0.900 ± 0.021 at temperature 1, greedy 1.000, "
@@ -75,7 +75,7 @@ def test_missing_metrics_are_dashes() -> None:
     progress.close()
     step, evaluation = out.getvalue().splitlines()
     assert step == (
-        "step 1/2  reward -  pass -  length -  tok/s -  stale -  max -  kl -  entropy -  clip -  "
+        "step 1/2  reward -  pass -  length -  tok/s -  stale -  old -  kl -  entropy -  clip -  "
         "gap -  s -  ETA -  | -"
     )
     assert evaluation == (

@@ -23,11 +23,11 @@ def saved_bytes_per_row(
     copies, and of the attention one weight per head and key (`keys_per_row`) at the worst.
     """
     per_layer = (_with_kernels if kernels else _plain)(spec, dtype_bytes)
-    if not kernels:
-        per_layer += keys_per_row * FLOAT32 * (spec.n_heads + 1)  # weights, and the mask
-    last_norm = (2 * dtype_bytes + (0 if kernels else FLOAT32 + dtype_bytes)) * spec.width
-    # token, position and target, and the angles that all layers share
-    return spec.n_layers * per_layer + last_norm + 32 + 2 * spec.head_size * FLOAT32
+    per_layer += 0 if kernels else keys_per_row * FLOAT32 * (spec.n_heads + 1)  # and the mask
+    # the last norm, the rows that predict something, ids, positions, shared angles
+    rest = spec.width * 2 * dtype_bytes + 32 + spec.head_size * FLOAT32
+    rest += 0 if kernels else FLOAT32 * spec.width
+    return spec.n_layers * per_layer + rest
 
 
 def _with_kernels(spec: ModelSpec, dtype_bytes: int) -> int:

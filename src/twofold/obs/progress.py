@@ -34,7 +34,7 @@ COLUMNS = (
     Column("length", 6, "length/mean", ".1f"),
     Column("tok/s", 5, "tokens_per_s", ".0f"),
     Column("stale", 5, "staleness/mean", ".2f"),
-    Column("max", 3, "staleness/max", ".0f"),
+    Column("old", 3, "staleness/max", ".0f"),
     Column("kl", 7, "kl", ".4f"),
     Column("entropy", 7, "entropy", ".3f"),
     Column("clip", 5, "clip_fraction", ".1%"),
@@ -98,7 +98,8 @@ class Progress:
         self._version, self._steps = version, steps
         self._shares = time_shares(metrics)
         if "time/step_s" in metrics:
-            self._step_times_s = [*self._step_times_s, metrics["time/step_s"]][-_ETA_STEPS:]
+            step_s = metrics["time/step_s"] - metrics.get("time/eval", 0.0)  # evaluations are rare
+            self._step_times_s = [*self._step_times_s, step_s][-_ETA_STEPS:]
         if self._live is None:
             self._print(step_line(version, steps, metrics, eta=self._eta()))
         else:
@@ -165,6 +166,8 @@ def _losses(metrics: Metrics) -> str:
     """What did not come through in this step; empty when all did."""
     failed, dropped = metrics.get("samples/failed", 0.0), metrics.get("groups/dropped", 0.0)
     text = f"  {failed:.0f} rewards failed" if failed else ""
+    if metrics.get("tokens/trained") == 0:
+        text += "  nothing to train: equal rewards in every group"
     return text + (f"  {dropped:.0f} groups dropped" if dropped else "")
 
 

@@ -232,7 +232,10 @@ class _Parts:
         self._require_same_weights(record)
         self.worker.load_checkpoint(newest=version)
         self._require_same_weights(record)
-        self.progress.message(f"resume   checkpoint of version {self.worker.version}")
+        start = f"the checkpoint of version {self.worker.version}"
+        if self.worker.version == 0:
+            start = "the model that the run began with (no checkpoint yet)"
+        self.progress.message(f"resume   from {start}")
         n_updates = self.config.train.updates_per_batch
         while groups := record.trained_groups(self.worker.version):
             self.progress.message(
