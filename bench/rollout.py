@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+from twofold.threads import usable_cpus  # no torch in it
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 TAIL = [32] * 26 + [64] * 3 + [256] * 3
@@ -83,16 +85,18 @@ def compare(arguments: argparse.Namespace) -> None:
     folder, chosen = resolve.resolve(arguments.model)
     print(chosen)
     names = [name for name in SIDES if name != "vllm" or arguments.vllm]
-    sides = {name: start(name, folder, arguments) for name in names}
+    sides: dict[str, subprocess.Popen[str]] = {}
+    for name in names:  # one after the other, so that none loads while another works
+        sides[name] = start(name, folder, arguments)
+        ask(sides[name], "run")  # not counted: warms up
     tokens = sum(workload(arguments).new_tokens)
     limit = tokens / ask(sides["ours"], "limit")
-    for name in names:
-        ask(sides[name], "run")  # not counted: warms up
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(arguments.rounds):
         for name in names:
             seconds[name].append(ask(sides[name], "run"))
     for process in sides.values():
+        os.killpg(process.pid, signal.SIGCONT)
         process.stdin.close()
         process.wait()
     report({name: tokens / statistics.median(s) for name, s in seconds.items()}, limit, arguments)
@@ -134,7 +138,14 @@ def start(name: str, folder: Path, arguments: argparse.Namespace) -> subprocess.
     command = [python, __file__, "--side", name, "--folder", str(folder)]
     command += ["--batch", str(arguments.batch)] + ["--tail"] * arguments.tail
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # this process is bound to one core, and its children would be
+        preexec_fn=lambda: os.sched_setaffinity(0, usable_cpus()),
+        start_new_session=True,  # see `ask`
     )
 
 
@@ -152,10 +163,13 @@ def vllm_python(environment: Path) -> Path:
 
 
 def ask(side: subprocess.Popen[str], what: str) -> float:
+    """Seconds that the side took. Whose turn it is not is stopped: some sides spin while they wait."""
     assert side.stdin is not None and side.stdout is not None
+    os.killpg(side.pid, signal.SIGCONT)
     print(what, file=side.stdin, flush=True)
     for line in side.stdout:  # libraries print too
         if line.startswith("seconds "):
+            os.killpg(side.pid, signal.SIGSTOP)
             return float(line.split()[1])
     sys.exit(f"{side.args} ended")
 
