@@ -32,7 +32,7 @@ from twofold.obs.record import Record
 
 ROOT = Path(__file__).parents[1]
 PINNED = {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}
-TRL = ["torch", "transformers", "trl==1.13.0"]
+TRL = ["torch", "transformers", "trl==1.13.0", "requests"]
 LEARNING_RATE = 2e-5
 Step = dict[str, float]
 

@@ -163,7 +163,7 @@ def vllm_python(environment: Path) -> Path:
 
 
 def ask(side: subprocess.Popen[str], what: str) -> float:
-    """Seconds that the side took. Whose turn it is not is stopped: some sides spin while they wait."""
+    """Seconds that the side took. Who has no turn is stopped: some sides spin while they wait."""
     assert side.stdin is not None and side.stdout is not None
     os.killpg(side.pid, signal.SIGCONT)
     print(what, file=side.stdin, flush=True)
