@@ -8,7 +8,8 @@ Which event comes next:
     a stop request > a reward that is due > the next card command > waiting for a reward
 A reward is due when it is there. With `deterministic` it is due once a card command that was issued
 after it has ended, and is waited for then; rewards come in the order in which they were asked for.
-So no decision depends on the wall clock, nor on a process that died in between.
+So no decision depends on the wall clock. Nor does one on a process that died in between, as long as
+nothing was preempted for want of cache and no prefill had to wait: who runs is not in the record.
 """
 
 from __future__ import annotations
