@@ -27,7 +27,7 @@ from twofold.model.spec import ModelSpec
 from twofold.obs.record import Record
 from twofold.runtime import run
 from twofold.runtime.memory import forecaster
-from twofold.step import lanes, logprob, pack
+from twofold.step import lanes, logprob
 from twofold.step.optimizer import Optimizer
 from twofold.tasks.load import Task
 from twofold.types import Phase, Prompt
@@ -119,7 +119,7 @@ def nbytes(tensors: Any) -> int:
 def test_numbers_that_torch_free_code_repeats_are_still_the_same() -> None:
     assert ledger_module.PREFILL_ROWS == lanes.PREFILL_ROWS
     assert ledger_module.LOGITS_CHUNK_BYTES == logprob.CHUNK_BYTES
-    assert ledger_module.MIN_ROWS == pack.MIN_ROWS
+    assert ledger_module.ROW_MULTIPLE == logprob.ROW_MULTIPLE
 
 
 def test_what_makes_a_run_larger_makes_its_forecast_larger() -> None:

@@ -31,7 +31,7 @@ SAMPLE_TOKEN_BYTES = 150  # a sampled token in Python's lists
 # As in the modules that use them, which load torch; a test compares.
 PREFILL_ROWS = 2048
 LOGITS_CHUNK_BYTES = 50_000_000
-MIN_ROWS = 16
+ROW_MULTIPLE = 64
 
 
 class Owner(StrEnum):
@@ -139,7 +139,7 @@ class _Shape:
         completion = self.config.rollout.max_new_tokens - 1
         group = self.longest_prompt + self.config.rollout.group_size * completion
         largest = max(self.config.train.micro_batch_tokens, self.longest_prompt + completion)
-        return max(MIN_ROWS, min(largest, self.config.sched.groups_per_step * group))
+        return max(ROW_MULTIPLE, min(largest, self.config.sched.groups_per_step * group))
 
     def kv_bytes(self, n_running: int, n_groups: int, cache_tokens: int) -> int:
         """Of the cache. On an accelerator all of it; on a CPU what is ever written, as pages that
@@ -158,12 +158,12 @@ class _Shape:
     def logits_bytes(self, n_rows: int) -> int:
         """Of n rows; plain torch needs up to four float32 copies."""
         copies = 0 if self.kernels else 4 * FLOAT32
-        return max(MIN_ROWS, n_rows) * self.spec.vocab_size * (self.dtype_bytes + copies)
+        return max(ROW_MULTIPLE, n_rows) * self.spec.vocab_size * (self.dtype_bytes + copies)
 
     def chunk_bytes(self, n_rows: int) -> int:
         """Of the logits that training makes at once."""
         chunk = LOGITS_CHUNK_BYTES // (self.spec.vocab_size * self.dtype_bytes) // 8 * 8
-        return self.logits_bytes(min(n_rows, max(MIN_ROWS, chunk)))
+        return self.logits_bytes(min(n_rows, max(ROW_MULTIPLE, chunk)))
 
     def gathered_key_bytes(self, n_running: int) -> int:
         """Plain torch decodes on keys and values gathered for each sample, of one layer: as they

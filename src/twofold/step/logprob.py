@@ -22,6 +22,9 @@ from torch import Tensor
 
 from twofold.model import cpu_kernels, logits_cpu
 
+# Training computes multiples of this many rows: oneDNN keeps what it compiles for each number of
+# rows (0.6 MB a matmul in bfloat16), scattered over the heap, which then grows at every step.
+ROW_MULTIPLE = 64
 CHUNK_BYTES = 50_000_000  # of a chunk's logits: 512 rows for a vocabulary of 49,152 in bfloat16
 
 
@@ -53,12 +56,16 @@ def chunked_logprobs(
     distribution: (float32 [n], float32 [n]), both in nats at `temperature`.
 
     The log-probs have a gradient in `hidden` and `head_weight`; the entropy is a metric and has
-    none. No tensor of more than max(chunk_rows, 16) x vocabulary exists at any time (0: what
+    none. No tensor of more than max(chunk_rows, 64) x vocabulary exists at any time (0: what
     CHUNK_BYTES hold): the backward pass computes the logits of each chunk again, and adds up the
     head's gradient in float32.
     """
-    chunk_rows = chunk_rows or max(16, CHUNK_BYTES // head_weight[:, 0].nbytes // 8 * 8)
-    return _ChunkedLogprobs.apply(hidden, head_weight, targets, temperature, chunk_rows)
+    n_blocks = CHUNK_BYTES // head_weight[:, 0].nbytes // ROW_MULTIPLE
+    chunk_rows = chunk_rows or max(1, n_blocks) * ROW_MULTIPLE
+    n, extra = len(hidden), -len(hidden) % ROW_MULTIPLE
+    hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
+    results = _ChunkedLogprobs.apply(hidden, head_weight, targets, temperature, chunk_rows)
+    return results[0][:n], results[1][:n]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from twofold.model.attention import Rows
+from twofold.step.logprob import ROW_MULTIPLE
 from twofold.types import Group, Sample
-
-MIN_ROWS = 16  # fewer rows round differently in a float32 matmul (see `step.logprob`)
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Pack:
     hidden_index [2, 3, 2], targets [1, 2, 3], sample_of_target [0, 0, 1].
     """
 
-    token_ids: Tensor  # int64 [n]; n >= MIN_ROWS, if need be by rows that predict nothing
+    token_ids: Tensor  # int64 [n]; a multiple of ROW_MULTIPLE, by rows that predict nothing
     rows: Rows
     hidden_index: Tensor  # int64 [m]: the row that predicts each target
     targets: Tensor  # int64 [m]
@@ -96,7 +95,7 @@ def build_pack(parts: list[Part], device: torch.device | str) -> Pack:
         for sample in part.samples:
             own = add_sequence(sample.token_ids[:-1], prompt)
             hidden_index.append(np.concatenate([prompt[-1:], own]))
-    add_sequence([0] * (MIN_ROWS - len(tokens)), nothing)
+    add_sequence([0] * (-len(tokens) % ROW_MULTIPLE), nothing)
     samples = [sample for part in parts for sample in part.samples]
     return Pack(
         token_ids=torch.tensor(tokens, device=device),
