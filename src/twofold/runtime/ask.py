@@ -17,8 +17,9 @@ from twofold.model.transformer import Transformer
 from twofold.obs.progress import Progress
 from twofold.obs.record import Record, run_config
 from twofold.runtime import checkpoint
+from twofold.runtime.device import choose_device, with_dtype
 from twofold.runtime.rewards import Rewards
-from twofold.runtime.run import choose_device, reward_pool, stop_signals
+from twofold.runtime.run import reward_pool, stop_signals
 from twofold.step import evaluate as evaluation
 from twofold.step.evaluate import EvalSet
 from twofold.step.generate import Generator
@@ -135,7 +136,7 @@ def _load_target(target: str, config: Config) -> tuple[Transformer, Path, int, s
     if not _is_run(run_dir):
         folder, chosen = resolve.resolve(target)
         return (
-            weights.load_model(folder, getattr(torch, config.model.dtype), device),
+            weights.load_model(folder, getattr(torch, with_dtype(config).model.dtype), device),
             folder,
             0,
             chosen,

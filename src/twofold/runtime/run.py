@@ -35,6 +35,7 @@ from twofold.obs.record import MetricRow, Record, VersionRow
 from twofold.obs.tensorboard import TensorBoard
 from twofold.obs.trackers import Trackers, packages
 from twofold.runtime import checkpoint
+from twofold.runtime.device import choose_device, with_dtype
 from twofold.runtime.local import LocalExecutor, phase_name
 from twofold.runtime.loop import drive
 from twofold.runtime.memory import check_memory
@@ -67,6 +68,7 @@ def train(
     Raises ValueError, with one line naming the option, before anything is written.
     """
     check(config)
+    config = with_dtype(config)
     run_dir = _new_run_dir(config)
     with (
         _opened(config, run_dir, reward, progress) as parts,
@@ -382,19 +384,6 @@ def stop_signals(stop: Callable[[str], None], progress: Progress) -> Iterator[No
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def choose_device(config: Config) -> torch.device:
-    """`run.device`; auto: the accelerator that torch finds, else the CPU. ValueError if there is
-    none such."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    wanted = config.run.device
-    if wanted == "auto":
-        return accelerator or torch.device("cpu")
-    if wanted.partition(":")[0] not in ("cpu", accelerator.type if accelerator else "cpu"):
-        there = "cpu" if accelerator is None else f"cpu and {accelerator.type}"
-        raise ValueError(f"run.device = {wanted!r}: torch finds {there}; take auto or one of these")
-    return torch.device(wanted)
 
 
 def _new_run_dir(config: Config) -> Path:
