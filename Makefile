@@ -13,7 +13,7 @@ demo: $(INSTALLED)  ## post-train SmolLM2-135M-Instruct on one-digit addition, o
 	$(BIN)/twofold train examples/quickstart.toml
 
 test: lint  ## style, types, tests: no hub, no accelerator needed
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2  # two processes, one thread each
 
 lint: $(INSTALLED)  ## style and types only
 	$(BIN)/ruff check
