@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from twofold.model import weights
 from twofold.runtime import checkpoint
 
 STATE = {"version": 3, "positions": [1, 2], "nested": {"lr": 1e-5}}
@@ -102,11 +104,11 @@ def test_a_full_disk_leaves_no_half_checkpoint(
     def full(*args: Any, **kwargs: Any) -> None:
         if failing == "save_file":
             Path(args[1]).write_bytes(b"half")
-            raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        owner = {"save_file": checkpoint, "fsync": os}.get(failing, Path)
+        owner = {"save_file": weights, "fsync": os}.get(failing, Path)
         patch.setattr(owner, failing, full)
         with pytest.raises(OSError, match="No space left on device"):
             checkpoint.save(tmp_path, 2, tensors(), STATE)
@@ -119,6 +121,7 @@ def test_a_full_disk_leaves_no_half_checkpoint(
 _SAVER = """
 import sys, torch
 from pathlib import Path
+from twofold.model import weights
 from twofold.runtime import checkpoint
 tensors = {str(i): torch.full((1 << 18,), float(i)) for i in range(8)}
 print("ready", flush=True)

@@ -139,7 +139,7 @@ def write_weights(model: Transformer, folder: Path, max_shard_bytes: int = MAX_S
         names = [WEIGHTS_FILE]
     for name, shard in zip(names, shards, strict=True):
         tensors = {key: view.cpu().contiguous() for key, view in shard.items()}
-        save_file(tensors, folder / f"{name}.partial", metadata={"format": "pt"})
+        write_tensors(tensors, folder / f"{name}.partial")
     for name in names:
         os.replace(folder / f"{name}.partial", folder / name)
     if len(shards) > 1:
@@ -151,6 +151,14 @@ def write_weights(model: Transformer, folder: Path, max_shard_bytes: int = MAX_S
     for path in folder.glob("model*.safetensors*"):  # an older save's, under other names
         if path.name not in names:
             path.unlink()
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """A safetensors file. OSError when it cannot be written (disk full)."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # the library's own, whatever happened
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 def _shards(views: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:

@@ -19,6 +19,7 @@ import math
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,14 +122,21 @@ class Record:
     @classmethod
     def create(cls, folder: Path, meta: dict[str, Any]) -> Record:
         """A new, empty record in `folder` (made if missing), open for writing. `meta` (JSON values
-        by name: resolved config, fingerprint, ...) is stored once. ValueError if there is one."""
+        by name: resolved config, fingerprint, ...) is stored once. ValueError if there is one,
+        OSError, and no trace of it, when it cannot be written (disk full)."""
         folder.mkdir(parents=True, exist_ok=True)
         lock_fd = _lock(folder)
         try:
             path = folder / "record.sqlite"
             if path.exists():
                 raise ValueError(f"{folder} already holds a run: resume it, or set run.dir")
-            _write_empty(path, {"schema": SCHEMA_VERSION, **meta})
+            try:
+                _write_empty(path, {"schema": SCHEMA_VERSION, **meta})
+            except BaseException:  # the folder would look like a run
+                (folder / "lock").unlink()
+                with suppress(OSError):  # it is not empty
+                    folder.rmdir()
+                raise
             return cls(_connect(path, read_only=False), folder, lock_fd)
         except BaseException:
             _unlock(lock_fd)
@@ -310,7 +318,8 @@ def run_config(folder: Path) -> Config:
 def _write_empty(path: Path, meta: dict[str, Any]) -> None:
     """Written aside and renamed: where there is a record.sqlite, it is whole."""
     aside = path.with_name(".record.sqlite.new")
-    for leftover in (aside, aside.with_name(aside.name + "-journal")):
+    files = [aside, *(aside.with_name(aside.name + end) for end in ("-journal", "-wal", "-shm"))]
+    for leftover in files:
         leftover.unlink(missing_ok=True)
     db = sqlite3.connect(aside, isolation_level=None)
     try:
@@ -320,9 +329,15 @@ def _write_empty(path: Path, meta: dict[str, Any]) -> None:
             db.execute("BEGIN")
             db.executemany("INSERT INTO meta VALUES (?, ?)", rows)
         db.execute("PRAGMA journal_mode = WAL")  # a property of the file
-    finally:
         db.close()
-    aside.rename(path)
+        aside.rename(path)
+    except BaseException as error:
+        db.close()
+        for half in files:
+            half.unlink(missing_ok=True)
+        if isinstance(error, sqlite3.OperationalError):
+            raise OSError(f"cannot write {path}: {error}") from error
+        raise
 
 
 def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
@@ -368,7 +383,8 @@ def _lock(folder: Path) -> int:
             f"{folder} is being written by process {pid}: wait for it or stop it, or set run.dir"
         ) from None
     os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    with suppress(OSError):  # a full disk; the number is only for the message above
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from twofold.model.weights import write_tensors
 
 _TENSORS, _STATE, _CHECKSUMS = "tensors.safetensors", "state.json", "checksums.json"
 _TMP, _VERSION = ".tmp-", "version-"
@@ -46,10 +47,7 @@ def save(folder: Path, version: int, tensors: dict[str, Tensor], state: dict[str
     tmp.mkdir()
     try:
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        try:
-            save_file(contiguous, tmp / _TENSORS)
-        except SafetensorError as error:
-            raise OSError(f"cannot write {tmp / _TENSORS}: {error}") from error
+        write_tensors(contiguous, tmp / _TENSORS)
         (tmp / _STATE).write_text(json.dumps(state))
         checksums = {name: _sha256(tmp / name) for name in (_TENSORS, _STATE)}
         (tmp / _CHECKSUMS).write_text(json.dumps(checksums))

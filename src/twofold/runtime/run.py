@@ -73,6 +73,7 @@ def train(
     with (
         _opened(config, run_dir, reward, progress) as parts,
         Record.create(run_dir, _meta(config, reward, parts)) as record,
+        _kept(run_dir),
     ):
         (run_dir / "config.toml").write_text(to_toml(config))
         return parts.start(record)
@@ -109,12 +110,13 @@ def resume(
         last_card_seq = max((command.seq for command in ended if command.cards), default=-1)
         with _opened(config, run_dir, reward, progress, last_card_seq) as parts:
             parts.check_same(meta)
-            if last_s is None:  # it died before its first event
-                return parts.start(record)
-            parts.redo(record, scheduler.version)
-            if scheduler.outcome == "done":  # it died while the model was written
-                return parts.finish(scheduler)
-            return parts.drive(scheduler, record, Resumed(epoch=record.epoch() + 1), last_s)
+            with _kept(run_dir):
+                if last_s is None:  # it died before its first event
+                    return parts.start(record)
+                parts.redo(record, scheduler.version)
+                if scheduler.outcome == "done":  # it died while the model was written
+                    return parts.finish(scheduler)
+                return parts.drive(scheduler, record, Resumed(epoch=record.epoch() + 1), last_s)
 
 
 def scheduler_spec(config: Config) -> SchedulerSpec:
@@ -384,6 +386,18 @@ def stop_signals(stop: Callable[[str], None], progress: Progress) -> Iterator[No
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _kept(run_dir: Path) -> Iterator[None]:
+    """What stops a run from outside (a full disk) loses none of it: says how it goes on."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{error}; nothing recorded is lost: mend that (free space on the disk, say), then "
+            f"twofold resume {run_dir}"
+        ) from error
 
 
 def _new_run_dir(config: Config) -> Path:
