@@ -9,11 +9,13 @@ the `epoch` of the process group it was issued under. Every command ends in exac
 event, which names it by `command` (its seq): the matching fact below, `Failed` or `Cancelled`.
 
     command      fact         meaning
-    Generate     Generated    one quantum on one card: admit these groups, then decode
+    Generate     Generated    one quantum on one replica: admit these groups, then decode
     Reward       Rewarded     judge the finished samples of one group
     Score        Scored       reference log-probs of these groups
     Train        Trained      the optimizer updates of one batch, these groups
-    Publish      Published    these cards now hold these weights; makes the version exist
+    Publish      Published    the cards that train hold these weights; makes the version exist
+    Fetch        Fetched      these weights have travelled to a replica that only generates
+    Receive      Received     that replica has taken them into use
     Switch       Switched     the cards change phase
     Evaluate     Evaluated    held-out evaluation under a pinned version
     Checkpoint   Checkpointed weights and optimizer of a version are on disk, verified
@@ -92,6 +94,22 @@ class Train(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Publish(Command):
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch(Command):
+    """Beside whatever the replica does; `unit` is its number in the placement. Until it has ended,
+    the weights of `version` are kept for it."""
+
+    version: int
+    unit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receive(Command):
+    """Between two quanta: what is unfinished goes on under the new weights."""
+
     version: int
 
 
@@ -197,6 +215,17 @@ class Published(Terminal):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fetched(Terminal):
+    version: int
+    unit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received(Terminal):
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Switched(Terminal):
     pass
 
@@ -231,11 +260,11 @@ class Cancelled(Terminal):
 # ---------------------------------------------------------------- JSON
 
 _COMMANDS: tuple[type[Command], ...] = (
-    Generate, Reward, Score, Train, Publish, Switch, Evaluate, Checkpoint, Discard,
+    Generate, Reward, Score, Train, Publish, Fetch, Receive, Switch, Evaluate, Checkpoint, Discard,
 )  # fmt: skip
 _EVENTS: tuple[type[Event], ...] = (
     RunStarted, Resumed, StopRequested, DataEnded, Generated, Rewarded, Scored, Trained, Published,
-    Switched, Evaluated, Checkpointed, Discarded, Failed, Cancelled,
+    Fetched, Received, Switched, Evaluated, Checkpointed, Discarded, Failed, Cancelled,
 )  # fmt: skip
 
 

@@ -15,7 +15,9 @@ from typing import Any
 from twofold import events as ev
 from twofold.events import Command, Event
 from twofold.runtime.loop import drive
+from twofold.sched.placement import Placement
 from twofold.sched.scheduler import Scheduler, SchedulerSpec
+from twofold.sim.cost import Costs
 from twofold.sim.executor import Faults, SimExecutor
 from twofold.sim.workload import Workload
 
@@ -36,7 +38,7 @@ class History:
     entries: list[tuple[float, Event, list[Command]]] = field(default_factory=list)
     outcome: str = ""
     n_crashes: int = 0
-    staleness: list[tuple[int, int, int]] = field(default_factory=list)
+    staleness: Counter[int] = field(default_factory=Counter)
 
     @property
     def events(self) -> list[Event]:
@@ -69,9 +71,9 @@ class Recorder:
         if not self.history.checked:
             return
         self.scheduler.check_integrity()
-        if not self.scheduler.finished and not self.scheduler.outbox.cards_busy():
+        if not self.scheduler.finished and not self.scheduler.busy:
             # a card never waits for anything but host work
-            assert self.scheduler.waiting_for.startswith(("reward of", "discard of"))
+            assert self.scheduler.waiting_for.startswith(("reward of", "discard of", "fetch of"))
 
 
 class FlakyExecutor(SimExecutor):
@@ -99,7 +101,25 @@ def fold(history: History) -> Scheduler:
     return scheduler
 
 
-def random_setting(random: Random) -> tuple[SchedulerSpec, Workload, Faults, float]:
+def random_placement(random: Random) -> Placement:
+    """One card, as often as not; else up to three replicas, and cards with a job of their own."""
+    if random.random() < 0.5:
+        return Placement()
+    n = random.choice((1, 1, 2))  # cards per replica
+    both, generate_only = random.choice(((1, 0), (2, 0), (3, 0), (0, 1), (0, 2), (1, 1), (2, 1)))
+    train_only = random.choice((0, 0, 1, 2)) if both else random.randint(1, 2)
+    score_only = random.choice((0, 0, 1, 2))
+    return Placement(
+        cards=n * (both + generate_only) + train_only + score_only,
+        generate_only=n * generate_only,
+        train_only=train_only,
+        score_only=score_only,
+        cards_per_replica=n,
+    )
+
+
+def random_setting(random: Random) -> tuple[SchedulerSpec, Workload, Costs, Faults, float]:
+    placement = random_placement(random)
     updates_per_batch = random.choice((1, 1, 1, 2, 3))
     group_size = random.randint(1, 4)
     dynamic_sampling = group_size > 1 and random.random() < 0.2
@@ -113,7 +133,8 @@ def random_setting(random: Random) -> tuple[SchedulerSpec, Workload, Faults, flo
         max_running_samples=random.randint(1, 8),
         quantum_decode_steps=random.randint(3, 12),
         max_drops_per_step=random.choice((1, 4, 8)),
-        needs_reference=random.random() < 0.3,
+        needs_reference=placement.score_only > 0 or random.random() < 0.3,
+        placement=placement,
         evaluate=random.random() < 0.5,
         eval_every=random.randint(0, 2),
         checkpoint_every=random.randint(0, 3),
@@ -136,19 +157,15 @@ def random_setting(random: Random) -> tuple[SchedulerSpec, Workload, Faults, flo
     faults = Faults(0.03, 0.03) if shaky else Faults()
     if random.random() < 0.01:
         faults = Faults(0.6, 0.0)  # gives up
-    return spec, workload, faults, random.choice((0.0, 0.0, 0.01, 0.03))
+    costs = Costs(train_s=random.choice((0.1, 2.0, 10.0)), fetch_s=random.choice((0.0, 0.1, 5.0)))
+    return spec, workload, costs, faults, random.choice((0.0, 0.0, 0.01, 0.03))
 
 
 def run_schedule(seed: int, checked: bool = True) -> History:
     random = Random(seed)
-    spec, workload, faults, crash = random_setting(random)
+    spec, workload, costs, faults, crash = random_setting(random)
     executor = FlakyExecutor(
-        workload,
-        max_staleness=spec.max_staleness,
-        max_running_samples=spec.max_running_samples,
-        updates_per_batch=spec.updates_per_batch,
-        faults=faults,
-        seed=random.randrange(2**32),
+        workload, spec, costs=costs, faults=faults, seed=random.randrange(2**32)
     )
     executor.crash_chance = crash / 2
     for _ in range(random.choice((0, 0, 1, 3))):
@@ -168,7 +185,7 @@ def run_schedule(seed: int, checked: bool = True) -> History:
             by_itself = outcome.startswith("failed") or "are all equal" in outcome
             if outcome == "done" or (by_itself and random.random() < 0.5):
                 history.outcome = outcome
-                history.staleness = executor.versions_at_training
+                history.staleness = executor.staleness
                 return history
             if random.random() < 0.5:
                 executor.interrupt(ev.StopRequested(reason="test"), random.expovariate(0.1))
@@ -221,8 +238,8 @@ def check_history(history: History) -> None:
             assert command.reason == "data ended" or failed or solved
             if command.reason == "data ended":
                 assert history.n_groups is not None
-    for last_update, token_version, _ in history.staleness:
-        assert n_updates - 1 <= last_update - token_version <= spec.max_staleness
+    for age in history.staleness:
+        assert n_updates - 1 <= age <= spec.max_staleness
     if history.outcome == "done":
         check_done(history, versions, set(once), set(admissions))
 

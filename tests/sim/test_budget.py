@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import combinations
 from random import Random
 
 import pytest
 
-from twofold.sched.budget import Choice, Live, choose_batch, feasible, may_start
+from twofold.sched.budget import Choice, Live, choose_batch, feasible, has_batch, may_start
 
 
 def feasible_by_counts(deadlines: list[int], t: int, p: int) -> bool:
@@ -73,7 +74,7 @@ def test_may_start_is_the_most_that_stays_feasible() -> None:
         ready, waiting, t, p = random_live(random)
         deadlines = [g.deadline for g in (*ready, *waiting)]
         deadline = t + random.randint(-1, 4)
-        n = may_start(deadlines, deadline, t, p)
+        n = may_start(Counter(deadlines), deadline, t, p)
         assert n == 0 or feasible([*deadlines, *[deadline] * n], t, p), (deadlines, deadline)
         assert not feasible([*deadlines, *[deadline] * (n + 1)], t, p), (deadlines, deadline)
 
@@ -82,7 +83,7 @@ def test_may_start_is_the_most_that_stays_feasible() -> None:
 def test_weights_that_lag_cost_their_lag(lag: int) -> None:
     """Capacity (S + 1 - L) P; a card with a + S < t admits nothing."""
     s, p, t = 2, 4, 10
-    assert may_start([], t - lag + s, t, p) == (s + 1 - lag) * p
+    assert may_start({}, t - lag + s, t, p) == (s + 1 - lag) * p
 
 
 def test_the_batch_is_the_first_ready_first_of_all_that_are_allowed() -> None:
@@ -93,6 +94,9 @@ def test_the_batch_is_the_first_ready_first_of_all_that_are_allowed() -> None:
         expected = best_batch(ready, waiting, t, p)
         choice = choose_batch(ready, waiting, t, p)
         assert choice.batch == expected, (ready, waiting, t, p)
+        ready_due = Counter(g.deadline for g in ready)
+        exists = has_batch(ready_due, ready_due + Counter(g.deadline for g in waiting), t, p)
+        assert exists == (expected is not None), (ready, waiting, t, p)
         first_ready = tuple(g.group_id for g in ready[:p])
         seen.add("none" if expected is None else "first" if expected == first_ready else "passed")
     assert seen == {"none", "first", "passed"}
@@ -127,9 +131,9 @@ def test_all_ready_and_enough_always_gives_a_batch() -> None:
 def test_the_hard_case() -> None:
     """S = 1, P = 1. Groups 0 and 1 start at version 0; 0 is trained; 2 starts at 1 and is ready
     first: it must wait for 1, which would be too old afterwards."""
-    assert may_start([], 1, version=0, groups_per_step=1) == 2
+    assert may_start({}, 1, version=0, groups_per_step=1) == 2
     assert choose_batch([Live(0, 1)], [Live(1, 1)], 0, 1) == Choice((0,), ())
-    assert may_start([1], 2, version=1, groups_per_step=1) == 1
+    assert may_start({1: 1}, 2, version=1, groups_per_step=1) == 1
     assert choose_batch([Live(2, 2)], [Live(1, 1)], 1, 1) == Choice(None, (1,))
     assert choose_batch([Live(2, 2), Live(1, 1)], [], 1, 1) == Choice((1,), ())
     assert choose_batch([Live(2, 2)], [], 2, 1) == Choice((2,), ())

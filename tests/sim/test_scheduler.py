@@ -168,7 +168,8 @@ def test_admissions_are_fixed_under_the_version_the_card_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("groups_per_step", 0), ("max_staleness", -1), ("cards", 2), ("steps", -1)]
+    ("field", "value"),
+    [("groups_per_step", 0), ("max_staleness", -1), ("group_size", 0), ("steps", -1)],
 )
 def test_a_spec_that_cannot_work_is_refused(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value}"):

@@ -105,7 +105,7 @@ def test_cancelled_work_is_not_counted_as_failed() -> None:
 def test_a_failed_switch_leaves_the_phase() -> None:
     hand = Hand()
     hand(ev.RunStarted())
-    assert hand.scheduler.cards[0].phase is Phase.SWITCH
+    assert hand.scheduler.units[0].phase is Phase.SWITCH
     hand.failed(ev.Switch)
     again = hand.doing(ev.Switch)
     assert (again.before, again.after) == (Phase.IDLE, Phase.GENERATE)

@@ -40,7 +40,7 @@ def run_block(first: int, n_seeds: int) -> Counter[str]:
         seen["cancellations"] += sum(isinstance(e, ev.Cancelled) for e in history.events)
         seen["data ended"] += sum(isinstance(e, ev.DataEnded) for e in history.events)
         seen["dropped"] += sum(isinstance(e, ev.Discarded) for e in history.events)
-        stale = max((t - v for t, v, _ in history.staleness), default=0)
+        stale = max(history.staleness, default=0)
         several = history.spec.updates_per_batch > 1
         as_stale = stale == history.spec.max_staleness > 0
         seen["as stale as allowed" + ", several updates" * several] += as_stale

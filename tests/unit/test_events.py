@@ -22,6 +22,8 @@ COMMANDS: list[Command] = [
     ev.Evaluate(seq=7, cards=(0,), version=4),
     ev.Checkpoint(seq=8, cards=(0,), version=4),
     ev.Discard(seq=9, group_id=9, reason="0 of 8 samples have a reward: \"no\" \u2013 Zeit\nende"),
+    ev.Fetch(seq=10, version=4, unit=2),
+    ev.Receive(seq=11, cards=(2, 3), version=4),
 ]  # fmt: skip
 EVENTS: list[Event] = [
     ev.RunStarted(),
@@ -38,6 +40,8 @@ EVENTS: list[Event] = [
     ev.Evaluated(command=7, version=4),
     ev.Checkpointed(command=8, version=4),
     ev.Discarded(command=9, group_id=9),
+    ev.Fetched(command=10, version=4, unit=2),
+    ev.Received(command=11, version=4),
     ev.Failed(command=4, cause="killed"),
     ev.Cancelled(command=1),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ U updates per batch versions, deadlines and S are counted in batches: S becomes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -42,17 +42,38 @@ def feasible(deadlines: Iterable[int], version: int, groups_per_step: int) -> bo
     )
 
 
-def may_start(deadlines: Sequence[int], deadline: int, version: int, groups_per_step: int) -> int:
-    """How many groups with this deadline may start: the most that leave the feasible set
-    `deadlines` feasible. With fresh weights (deadline = version + S) it is (S + 1) P less the live.
+def may_start(due: Mapping[int, int], deadline: int, version: int, groups_per_step: int) -> int:
+    """How many groups with this deadline may start: the most that leave the live set feasible.
+    `due` counts the live groups by deadline. With fresh weights (deadline = version + S) it is
+    (S + 1) P less the live; a deadline that has passed (weights too old) allows none.
     """
     if deadline < version:
         return 0
-    last = max(deadlines, default=deadline)
-    return min(
-        (t - version + 1) * groups_per_step - sum(d <= t for d in deadlines)
-        for t in range(deadline, max(deadline, last) + 1)
-    )
+    room = groups_per_step * (deadline - version + 1)
+    room -= sum(n for d, n in due.items() if d <= deadline)
+    least = room
+    for later in range(deadline + 1, max(due, default=deadline) + 1):
+        room += groups_per_step - due.get(later, 0)
+        least = min(least, room)
+    return least
+
+
+def has_batch(
+    ready: Mapping[int, int], due: Mapping[int, int], version: int, groups_per_step: int
+) -> bool:
+    """Whether `choose_batch` finds one; both mappings count by deadline, `due` all live groups.
+
+    There must be P ready groups, and for every k as many ready ones with deadline <= version + k as
+    the batch must have of these. That is enough: the P ready groups with the earliest deadlines
+    have as many of each as any batch can.
+    """
+    n_ready = n_due = 0
+    for k in range(max(due, default=version) - version + 1):
+        n_ready += ready.get(version + k, 0)
+        n_due += due.get(version + k, 0)
+        if n_ready < n_due - k * groups_per_step:
+            return False
+    return n_ready >= groups_per_step
 
 
 def choose_batch(

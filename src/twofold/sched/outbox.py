@@ -22,7 +22,8 @@ class Outbox:
     next_seq: int = 0
     outstanding: dict[int, Command] = field(default_factory=dict)  # by seq, ascending
     issued: list[Command] = field(default_factory=list)  # since the last `clear_issued`
-    _failures: dict[str, int] = field(default_factory=dict)  # in a row, by kind of work
+    _failures: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    """In a row, by kind of work and the cards that do it."""
 
     def stamp(self, cards: tuple[int, ...]) -> dict[str, Any]:
         """The fields that every command has, for the next one."""
@@ -45,7 +46,7 @@ class Outbox:
         """Counts a failure. Empty, or why the same work is not to be issued again."""
         work = _work(command)
         times = self._failures[work] = self._failures.get(work, 0) + 1
-        return f"{work} failed {times} times in a row: {cause}" if times > MAX_REISSUES else ""
+        return f"{work[0]} failed {times} times in a row: {cause}" if times > MAX_REISSUES else ""
 
     def reissue(self, epoch: int) -> None:
         """Another process took over: everything outstanding is issued again, in order."""
@@ -55,9 +56,6 @@ class Outbox:
         self.issued.extend(self.outstanding.values())
         self._failures.clear()
 
-    def cards_busy(self) -> bool:
-        return any(command.cards for command in self.outstanding.values())
-
     def check_integrity(self) -> None:
         seqs = list(self.outstanding)
         assert seqs == sorted(seqs) and all(seq < self.next_seq for seq in seqs), seqs
@@ -65,8 +63,8 @@ class Outbox:
         assert all(c.epoch == self.epoch for c in self.outstanding.values())
 
 
-def _work(command: Command) -> str:
-    """The kind of work whose failures in a row are counted together."""
+def _work(command: Command) -> tuple[str, tuple[int, ...]]:
+    """The work whose failures in a row are counted together: what it is called, and its cards."""
     if isinstance(command, Reward | Discard):
-        return f"{command.kind} of group {command.group_id}"
-    return command.kind
+        return f"{command.kind} of group {command.group_id}", ()
+    return command.kind, command.cards

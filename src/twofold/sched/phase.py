@@ -10,7 +10,7 @@ from twofold import events as ev
 from twofold.types import Phase
 
 TRANSITIONS: dict[Phase, tuple[Phase, ...]] = {
-    Phase.IDLE: (Phase.EVAL, Phase.GENERATE),
+    Phase.IDLE: (Phase.EVAL, Phase.GENERATE, Phase.SCORE, Phase.TRAIN),
     Phase.GENERATE: (Phase.SCORE, Phase.TRAIN, Phase.EVAL),
     Phase.SCORE: (Phase.TRAIN,),
     Phase.TRAIN: (Phase.PUBLISH,),
@@ -28,7 +28,7 @@ PHASE_OF: dict[type[ev.Command], Phase] = {
     ev.Evaluate: Phase.EVAL,
     ev.Switch: Phase.SWITCH,
 }
-"""The phase of a card while the command runs; a Checkpoint runs in any, host work in none."""
+"""The phase of a card while the command runs. Checkpoint and Receive run in any of them."""
 
 
 def mermaid() -> str:

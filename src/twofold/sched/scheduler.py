@@ -4,13 +4,20 @@ Owns: what happens next, and why. It is pure: no clock, no randomness, no I/O, s
 function of the events seen so far. Folding the recorded events through a new scheduler gives the
 same state; that is how a run is resumed.
 Does not own: the rule's arithmetic (`budget`), where each group is (`queue`), which commands are on
-their way (`outbox`), which phases may follow which (`phase`), doing anything (the executor).
+their way (`outbox`), which phases may follow which (`phase`), which cards have which job
+(`placement`), why a card is idle (`idle`), doing anything (the executor).
 
-One command at a time runs on the cards; rewards and discards are host work beside it:
+Cards that act together are a unit, and a unit does one thing at a time; rewards and discards are
+host work beside it. On cards with both jobs:
 
     RunStarted -> [EVAL Evaluate] -> GENERATE quanta -> as soon as there is a batch:
     [SCORE] -> TRAIN -> PUBLISH -> [EVAL Evaluate] -> [Checkpoint] -> GENERATE quanta, or the next
     batch if it is ready
+
+Cards that only train do the second half of this and never stop for the first; replicas that only
+generate decode all the time, Fetch new weights meanwhile and Receive them between two quanta; cards
+that only score take every rewarded group at once. All units that train start each part of a step
+together.
 
 What is next is always derived from the state, never from a plan: a command that failed has changed
 no state, so the same work is issued again.
@@ -18,69 +25,38 @@ no state, so the same work is issued again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from twofold import events as ev
 from twofold.events import Admission, Command, Event
-from twofold.sched.budget import choose_batch, feasible, may_start
+from twofold.sched.budget import choose_batch, feasible, has_batch, may_start
 from twofold.sched.outbox import Outbox
 from twofold.sched.phase import PHASE_OF, TRANSITIONS
-from twofold.sched.queue import Status, Stream
+from twofold.sched.placement import Unit
+from twofold.sched.queue import UNBOUNDED, Status, Stream
+from twofold.sched.spec import SchedulerSpec as SchedulerSpec
 from twofold.types import Phase
 
 
-@dataclass(frozen=True)
-class SchedulerSpec:
-    """What the scheduler must know of a run. Raises ValueError for what cannot work."""
-
-    steps: int
-    groups_per_step: int  # P
-    group_size: int  # G
-    max_staleness: int  # S
-    max_running_samples: int  # slots per card
-    quantum_decode_steps: int = 16
-    max_drops_per_step: int = 32
-    updates_per_batch: int = 1  # U
-    dynamic_sampling: bool = False  # groups whose rewards are all equal are dropped
-    needs_reference: bool = False
-    evaluate: bool = False
-    eval_every: int = 0  # steps; 0: before the first and after the last only
-    checkpoint_every: int = 0  # steps; 0: after the last only
-    cards: int = 1
-
-    def __post_init__(self) -> None:
-        least = {"steps": 0, "groups_per_step": 1, "group_size": 1, "max_running_samples": 1,
-                 "quantum_decode_steps": 1, "max_staleness": 0, "max_drops_per_step": 0,
-                 "updates_per_batch": 1,
-                 "eval_every": 0, "checkpoint_every": 0}  # fmt: skip
-        for name, low in least.items():
-            value = vars(self)[name]
-            if value < low:
-                raise ValueError(f"{name} is {value}: it must be at least {low}")
-        if self.cards != 1:
-            raise ValueError(f"cards is {self.cards}: runs on one card only are supported yet")
-        if self.batches_ahead < 0:
-            raise ValueError(
-                f"updates_per_batch is {self.updates_per_batch}: with max_staleness "
-                f"{self.max_staleness} it may be {self.max_staleness + 1} at most"
-            )
-        if self.dynamic_sampling and self.group_size < 2:
-            raise ValueError("dynamic_sampling compares the samples of a group: give 2 or more")
-
-    @property
-    def batches_ahead(self) -> int:
-        """S': how many batches late a group may be trained. The last of a batch's U updates finds
-        weights U - 1 versions newer than the first, and is within S too: (S' + 1) U - 1 <= S."""
-        return (self.max_staleness + 1) // self.updates_per_batch - 1
-
-
 @dataclass
-class Card:
-    """A card, as far as it has reported."""
+class UnitState:
+    """A unit, as far as it has reported."""
 
+    index: int
+    unit: Unit
     phase: Phase = Phase.IDLE
     version: int = 0  # of the weights it has acknowledged
+    fetched: int = 0  # the newest version that has travelled to it
+    fetching: bool = False
+    lost: bool = False  # its weights died with a process: it must receive before it generates
+    command: int | None = None  # seq of what it does now
     readmit: tuple[Admission, ...] = ()  # admitted by a Generate that failed
+
+    @property
+    def free(self) -> bool:
+        return self.command is None
 
 
 class Scheduler:
@@ -91,8 +67,15 @@ class Scheduler:
         self.version = 0  # of the last published weights: updates made, U each step
         self.outcome = ""
         self.stream = Stream(spec.group_size, spec.updates_per_batch)
-        self.cards = {card: Card() for card in range(spec.cards)}
         self.outbox = Outbox()
+        self.units = [UnitState(i, unit) for i, unit in enumerate(spec.placement.units())]
+        self._of_card = {card: u for u in self.units for card in u.unit.cards}
+        self._trainers = [u for u in self.units if u.unit.trains]
+        self._generators = [u for u in self.units if u.unit.generates]
+        self._scorers = [u for u in self.units if u.unit.scores]
+        self._receivers = [u for u in self._generators if not u.unit.trains]
+        self._both = len(self._receivers) < len(self._generators)
+        self._n_busy = self._n_trainers_busy = 0  # units
         self._batch: tuple[int, ...] = ()  # groups that make the next version, ascending
         self._scored = self._trained = False  # how far that batch is
         self._evaluated = -1  # the last version evaluated
@@ -107,9 +90,19 @@ class Scheduler:
         return self.outcome != ""
 
     @property
+    def busy(self) -> bool:
+        """A card does something."""
+        return self._n_busy > 0
+
+    @property
     def steps_made(self) -> int:
         """Batches whose versions exist; the unit in which the rule counts."""
         return self.version // self.spec.updates_per_batch
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The groups that make the next version, once they are chosen; ascending."""
+        return self._batch
 
     def outstanding(self) -> list[Command]:
         """Issued and not ended, in order."""
@@ -117,16 +110,29 @@ class Scheduler:
 
     @property
     def waiting_for(self) -> str:
-        """Why the cards have nothing to do; empty when they have, or when the run is over."""
-        if self.finished or self.outbox.cards_busy():
+        """Why no card has anything to do; empty when one has, or when the run is over."""
+        if self.finished or self._n_busy:
             return ""
         held = [c for c in self.outstanding() if isinstance(c, ev.Reward | ev.Discard)]
         batch = choose_batch(self.stream.ready(), self.stream.waiting(), self.steps_made, self._p)
-        named = [c for c in held if c.group_id in batch.awaited] or held
-        if not named:
+        named = [c for c in held if c.group_id in batch.awaited]
+        if not named and any(unit.fetching for unit in self._receivers):
+            return f"fetch of version {self.version}"
+        if not (named := named or held):
             return "nothing admissible"
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
         return f"{named[0].kind.lower()} of group {named[0].group_id}{more}"
+
+    def evaluation_due(self) -> bool:
+        """Of the version that exists."""
+        return self._evaluation_due(self._over())
+
+    def startable(self, version: int) -> int:
+        """How many groups may start under the weights of `version`."""
+        deadline = version // self.spec.updates_per_batch + self.spec.batches_ahead
+        by_rule = may_start(self.stream.due, deadline, self.steps_made, self._p)
+        needed = self._p * (self.spec.steps - self.steps_made) - self.stream.due.total()
+        return max(0, min(by_rule, needed, self.stream.unstarted()))
 
     # ------------------------------------------------------------ events
 
@@ -153,37 +159,48 @@ class Scheduler:
         return self.outbox.issued
 
     def _resume(self, epoch: int) -> None:
+        """Cards that train hold the version that exists (redo made it); what a replica held, if it
+        was an older one, is nowhere any more."""
         self._stop = self.outcome = ""
         self._drops = 0
         self.outbox.reissue(epoch)
+        for unit in self._receivers:
+            unit.fetched = unit.version
+            unit.lost = unit.version < self.version
 
     def _end(self, event: ev.Terminal) -> None:
         command = self.outbox.end(event)
         self.stream.acknowledge(command.seq)
+        units = self._units_of(command)
+        for unit in units:
+            unit.command = None
+        self._count_busy(units, -1)
         match event:
             case ev.Failed():
-                self._undo(command)
+                self._undo(command, units)
                 if why := self.outbox.give_up(command, event.cause):
                     self.outcome = f"failed: {why}"
             case ev.Cancelled():
-                self._undo(command)
+                self._undo(command, units)
             case _:
-                self._apply(command, event)
+                self._apply(command, units, event)
 
-    def _undo(self, command: Command) -> None:
-        """Nothing has happened; all but these two are derived from the state again."""
+    def _undo(self, command: Command, units: list[UnitState]) -> None:
+        """Nothing has happened; all but these are derived from the state again."""
         if isinstance(command, ev.Switch):
-            for card in command.cards:
-                self.cards[card].phase = command.before
+            for unit in units:
+                unit.phase = command.before
         if isinstance(command, ev.Generate):
-            self.cards[command.cards[0]].readmit = command.admit
+            units[0].readmit = command.admit
+        if isinstance(command, ev.Fetch):
+            self.units[command.unit].fetching = False
 
-    def _apply(self, command: Command, event: ev.Terminal) -> None:
+    def _apply(self, command: Command, units: list[UnitState], event: ev.Terminal) -> None:
         """What a fact changes."""
         match command, event:
             case ev.Switch(), ev.Switched():
-                for card in command.cards:
-                    self.cards[card].phase = command.after
+                for unit in units:
+                    unit.phase = command.after
             case ev.Generate(), ev.Generated():
                 for sample in event.finished:
                     self.stream.finish_sample(sample.group_id, sample.index)
@@ -194,7 +211,11 @@ class Scheduler:
                 assert event.group_id == command.group_id, (command, event)
                 self.stream.discarded(event.group_id)
             case ev.Score(), ev.Scored():
-                self._scored = True
+                if self._scorers:
+                    for gid in command.group_ids:
+                        self.stream.make_ready(gid)
+                else:
+                    self._scored = True
             case ev.Train(), ev.Trained():
                 assert command.version == self.version, (command, event)
                 assert event.version == self._next_version, (command, event)
@@ -202,7 +223,14 @@ class Scheduler:
                 self.stream.trained(self._batch)
             case ev.Publish(), ev.Published():
                 assert event.version == command.version == self._next_version, (command, event)
-                self._published(command)
+                self._published(command.version, units)
+            case ev.Fetch(), ev.Fetched():
+                assert (event.version, event.unit) == (command.version, command.unit), event
+                self.units[event.unit].fetched = event.version
+                self.units[event.unit].fetching = False
+            case ev.Receive(), ev.Received():
+                assert event.version == command.version <= self.version, (command, event)
+                units[0].version, units[0].lost = event.version, False
             case ev.Evaluate(), ev.Evaluated():
                 assert event.version == command.version == self.version, (command, event)
                 self._evaluated = event.version
@@ -216,7 +244,10 @@ class Scheduler:
         gid, group_size = event.group_id, self.spec.group_size
         enough = event.n_valid >= min(2, group_size)
         if enough and (event.varies or not self.spec.dynamic_sampling):
-            self.stream.make_ready(gid)
+            if self._scorers:
+                self.stream.score(gid)
+            else:
+                self.stream.make_ready(gid)
             return
         reason = f"{event.n_valid} of {group_size} samples have a reward"
         reason += f": {event.cause}" if event.cause else ""
@@ -234,120 +265,175 @@ class Scheduler:
             else:
                 self.outcome = f"failed: {why}"
 
-    def _published(self, command: ev.Publish) -> None:
-        self.version = command.version
-        for card in command.cards:
-            self.cards[card].version = command.version
-        self.stream.published(self._batch)
+    def _published(self, version: int, units: list[UnitState]) -> None:
+        self.stream.published(self._batch, self.steps_made)
+        self.version = version
+        for unit in units:
+            unit.version = version
         self._batch, self._scored, self._trained = (), False, False
         self._drops = 0
 
     # ------------------------------------------------------------ decisions
 
     def _decide(self) -> None:
-        free = not self.outbox.cards_busy()
         if self._stop:
-            if free:
+            if not self._n_busy:
                 self._wind_down()
             return
-        if free:
-            self._drop_unusable()
+        over = self._over()
+        if over or self.stream.n_groups < UNBOUNDED:
+            self._drop_unusable(over)
         for entry in self.stream.free(Status.REWARDING):
             self._issue(ev.Reward(**self.outbox.stamp(()), group_id=entry.group_id))
         for entry in self.stream.free(Status.DROPPED):
             gid, reason = entry.group_id, entry.reason
             self._issue(ev.Discard(**self.outbox.stamp(()), group_id=gid, reason=reason))
-        if free:
-            self._advance()
+        self._score_groups()
+        self._fetch()
+        evaluating = self._evaluation_due(over)
+        wanted = self._advance_training(over, evaluating)
+        if evaluating:
+            self._evaluate(wanted)
+        self._advance_generation(evaluating or over, wanted)
+        if over and not evaluating and not self.outbox.outstanding and not self.stream.live:
+            self.outcome = "done"
 
-    def _advance(self) -> None:
-        """The next command of the cards, which are free. None: they wait."""
-        over = self._over()
+    def _score_groups(self) -> None:
+        """Cards that only score take every group that has its rewards."""
+        for unit in self._scorers:
+            groups = self.stream.free(Status.SCORING) if unit.free else []
+            if groups and self._enter(Phase.SCORE, [unit]):
+                ids = tuple(entry.group_id for entry in groups)
+                self._issue(ev.Score(**self._stamp([unit]), group_ids=ids))
+
+    def _fetch(self) -> None:
+        """New weights travel to the replicas that only generate, while these go on."""
+        for unit in self._receivers:
+            if unit.fetched < self.version and not unit.fetching:
+                unit.fetching = True
+                stamp = self.outbox.stamp(())
+                self._issue(ev.Fetch(**stamp, version=self.version, unit=unit.index))
+
+    def _advance_training(self, over: bool, evaluating: bool) -> bool:
+        """The next part of a step, once all units that train are free. True: they are wanted for
+        it, so that those which generate too get no further quantum."""
+        free = not self._n_trainers_busy
         if self._batch:
-            self._continue_step()
-        elif self._evaluation_due(over):
-            if self._enter(Phase.EVAL):
-                self._issue(ev.Evaluate(**self.outbox.stamp(self._all), version=self.version))
-        elif self._checkpoint_due(over):
-            self._issue(ev.Checkpoint(**self.outbox.stamp(self._all), version=self.version))
-        elif over:
-            if not self.stream.live:  # the last ones may still be on their way out
-                self.outcome = "done"
-        elif batch := self._choose():
+            if free:
+                self._continue_step(evaluating)
+            return True
+        if evaluating and self._both:
+            return False  # the evaluation comes first
+        if self._checkpoint_due(over):
+            if free:
+                stamp = self._stamp(self._trainers)
+                self._issue(ev.Checkpoint(**stamp, version=self.version))
+            return True
+        if over or not self._has_batch():
+            return False
+        if free:
+            batch = choose_batch(
+                self.stream.ready(), self.stream.waiting(), self.steps_made, self._p
+            ).batch
+            assert batch is not None
             self._batch = tuple(sorted(batch))
-            self.stream.train(batch)
-            self._continue_step()
-        else:
-            for card in self.cards:
-                self._generate(card)
+            self.stream.train(batch, self.steps_made)
+            self._continue_step(evaluating)
+        return True
+
+    def _continue_step(self, evaluating: bool = False) -> None:
+        units = self._trainers
+        if self._trained:
+            # the version that is to be evaluated stays the newest until it has been
+            if not evaluating and self._enter(Phase.PUBLISH, units):
+                self._issue(ev.Publish(**self._stamp(units), version=self._next_version))
+        elif self.spec.scores_in_step and not self._scored:
+            if self._enter(Phase.SCORE, units):
+                self._issue(ev.Score(**self._stamp(units), group_ids=self._batch))
+        elif self._enter(Phase.TRAIN, units):
+            stamp = self._stamp(units)
+            self._issue(ev.Train(**stamp, version=self.version, group_ids=self._batch))
+
+    def _evaluate(self, wanted: bool) -> None:
+        """Held-out evaluation on all units that generate, once they hold this version."""
+        units = self._generators
+        able = all(u.free and u.version == self.version for u in units)
+        if able and not (wanted and self._both) and self._enter(Phase.EVAL, units):
+            self._issue(ev.Evaluate(**self._stamp(units), version=self.version))
+
+    def _advance_generation(self, paused: bool, wanted: bool) -> None:
+        """What each free unit that generates does next. `paused`: nothing is decoded. `wanted`: nor
+        by those that train, too."""
+        for unit in self._receivers if wanted else self._generators:
+            if not unit.free:
+                continue
+            if unit.version < unit.fetched:
+                self._issue(ev.Receive(**self._stamp([unit]), version=unit.fetched))
+            elif not (paused or unit.lost):
+                self._generate(unit)
+
+    def _generate(self, unit: UnitState) -> None:
+        """One quantum, if the unit has or may get something to decode."""
+        unfinished = self.stream.unfinished_samples(unit.index)
+        # twice the slots, so that a slot freed within a quantum is filled within it
+        room = 2 * self.spec.max_running_samples - unfinished
+        n_start = self.startable(unit.version) if room > 0 else 0
+        if n_start:
+            n_start = min(n_start, self._groups_for(room), self._fair_share(unit, n_start))
+        if (unfinished == 0 and n_start == 0) or not self._enter(Phase.GENERATE, [unit]):
+            return
+        deadline = unit.version + self.spec.batches_ahead * self.spec.updates_per_batch
+        fresh = self.stream.start(n_start, unit.version, deadline, unit.index)
+        self._issue(
+            ev.Generate(
+                **self._stamp([unit]),
+                version=unit.version,
+                max_decode_steps=self.spec.quantum_decode_steps,
+                admit=(*unit.readmit, *fresh),
+            )
+        )
+        unit.readmit = ()
+
+    def _fair_share(self, unit: UnitState, startable: int) -> int:
+        """Groups that this unit may start so that all replicas get as much to decode."""
+        total = self.stream.all_unfinished_samples() + startable * self.spec.group_size
+        share = -(-total // len(self._generators))
+        return self._groups_for(share - self.stream.unfinished_samples(unit.index))
+
+    def _groups_for(self, n_samples: int) -> int:
+        return max(0, -(-n_samples // self.spec.group_size))
 
     def _wind_down(self) -> None:
         """Asked to stop: nothing new, but weights that were changed become a version on disk. Host
         work that still runs is outstanding when the run goes on."""
-        if self._trained:
+        if self._trained and self._evaluation_due(over=False):
+            self._fetch()
+            self._advance_generation(paused=True, wanted=True)
+            self._evaluate(wanted=True)
+        elif self._trained:
             self._continue_step()
         elif self.version > self._checkpointed:
-            self._issue(ev.Checkpoint(**self.outbox.stamp(self._all), version=self.version))
+            stamp = self._stamp(self._trainers)
+            self._issue(ev.Checkpoint(**stamp, version=self.version))
         else:
             complete = self._over() and not self._evaluation_due(True) and not self.stream.live
-            self.outcome = "done" if complete else f"stopped: {self._stop}"
+            if not complete:
+                self.outcome = f"stopped: {self._stop}"
+            elif not self.outbox.outstanding:
+                self.outcome = "done"
 
-    def _continue_step(self) -> None:
-        if self._trained:
-            if self._enter(Phase.PUBLISH):
-                self._issue(ev.Publish(**self.outbox.stamp(self._all), version=self._next_version))
-        elif self.spec.needs_reference and not self._scored:
-            if self._enter(Phase.SCORE):
-                self._issue(ev.Score(**self.outbox.stamp(self._all), group_ids=self._batch))
-        elif self._enter(Phase.TRAIN):
-            train = ev.Train(
-                **self.outbox.stamp(self._all), version=self.version, group_ids=self._batch
-            )
-            self._issue(train)
+    def _has_batch(self) -> bool:
+        ready, due = self.stream.ready_due, self.stream.due
+        return self.stream.n_ready() >= self._p and has_batch(ready, due, self.steps_made, self._p)
 
-    def _choose(self) -> tuple[int, ...] | None:
-        ready, waiting = self.stream.ready(), self.stream.waiting()
-        if len(ready) < self._p:
-            return None
-        return choose_batch(ready, waiting, self.steps_made, self._p).batch
-
-    def _generate(self, card: int) -> None:
-        """One quantum, if the card has or may get something to decode."""
-        state = self.cards[card]
-        unfinished = self.stream.unfinished_samples(card)
-        # twice the slots, so that a slot freed within a quantum is filled within it
-        room = 2 * self.spec.max_running_samples - unfinished
-        n_start = min(max(0, -(-room // self.spec.group_size)), self._startable(state.version))
-        if (unfinished == 0 and n_start == 0) or not self._enter(Phase.GENERATE, (card,)):
-            return
-        deadline = state.version + self.spec.batches_ahead * self.spec.updates_per_batch
-        fresh = self.stream.start(n_start, state.version, deadline, card)
-        self._issue(
-            ev.Generate(
-                **self.outbox.stamp((card,)),
-                version=state.version,
-                max_decode_steps=self.spec.quantum_decode_steps,
-                admit=(*state.readmit, *fresh),
-            )
-        )
-        state.readmit = ()
-
-    def _startable(self, version: int) -> int:
-        """How many groups may start under the weights of `version`."""
-        deadlines = self.stream.deadlines(self.version)
-        deadline = version // self.spec.updates_per_batch + self.spec.batches_ahead
-        by_rule = may_start(deadlines, deadline, self.steps_made, self._p)
-        by_steps = self._p * (self.spec.steps - self.steps_made) - len(deadlines)
-        return max(0, min(by_rule, by_steps, self.stream.unstarted()))
-
-    def _drop_unusable(self) -> None:
-        """Groups that do not exist after all and, once too few are left for a batch, all groups."""
-        unfit = Status.GENERATING, Status.READY  # what is being rewarded is dropped once it is
-        over = self._over()
+    def _drop_unusable(self, over: bool) -> None:
+        """Groups that do not exist after all and, once too few are left for a batch, all groups.
+        What a command holds is dropped once it is given back."""
+        unfit = Status.GENERATING, Status.READY, Status.SCORING
         for entry in [e for e in self.stream.live.values() if e.status in unfit]:
-            if over or not self.stream.exists(entry.group_id):
-                card = self.cards[entry.card]
-                card.readmit = tuple(a for a in card.readmit if a != entry.admission)
+            if entry.lease is None and (over or not self.stream.exists(entry.group_id)):
+                unit = self.units[entry.unit]
+                unit.readmit = tuple(a for a in unit.readmit if a != entry.admission)
                 self.stream.drop(entry.group_id, "data ended")
 
     def _over(self) -> bool:
@@ -378,25 +464,39 @@ class Scheduler:
     def _p(self) -> int:
         return self.spec.groups_per_step
 
-    @property
-    def _all(self) -> tuple[int, ...]:
-        return tuple(self.cards)
+    def _stamp(self, units: Sequence[UnitState]) -> dict[str, Any]:
+        return self.outbox.stamp(tuple(card for unit in units for card in unit.unit.cards))
 
-    def _enter(self, phase: Phase, cards: tuple[int, ...] | None = None) -> bool:
-        """True when the cards are in `phase`; else they are sent there."""
-        cards = cards or self._all
-        before = self.cards[cards[0]].phase
-        if before is phase:
-            return True
-        assert phase in TRANSITIONS[before], f"no way from {before} to {phase}"
-        self._issue(ev.Switch(**self.outbox.stamp(cards), before=before, after=phase))
-        for card in cards:
-            self.cards[card].phase = Phase.SWITCH
-        return False
+    def _units_of(self, command: Command) -> list[UnitState]:
+        """The units that the command runs on; none for host work."""
+        found = {u.index: u for u in (self._of_card[card] for card in command.cards)}
+        return list(found.values())
+
+    def _enter(self, phase: Phase, units: Sequence[UnitState]) -> bool:
+        """True when the units are in `phase`; else those that are not are sent there."""
+        elsewhere: dict[Phase, list[UnitState]] = {}
+        for unit in units:
+            if unit.phase is not phase:
+                elsewhere.setdefault(unit.phase, []).append(unit)
+        for before, group in elsewhere.items():
+            assert phase in TRANSITIONS[before], f"no way from {before} to {phase}"
+            self._issue(ev.Switch(**self._stamp(group), before=before, after=phase))
+            for unit in group:
+                unit.phase = Phase.SWITCH
+        return not elsewhere
 
     def _issue(self, command: Command) -> None:
         self.outbox.issue(command)
-        self.stream.take(command)
+        units = self._units_of(command)
+        for unit in units:
+            assert unit.free, f"{command} while {unit} is not free"
+            unit.command = command.seq
+        self._count_busy(units, 1)
+        self.stream.take(command, units[0].index if units else None)
+
+    def _count_busy(self, units: Sequence[UnitState], n: int) -> None:
+        self._n_busy += n * len(units)
+        self._n_trainers_busy += n * sum(unit.unit.trains for unit in units)
 
     # ------------------------------------------------------------ invariants
 
@@ -407,21 +507,33 @@ class Scheduler:
         assert self.finished or outbox.outstanding, "deadlock: nothing is on its way"
         if self.outcome == "done":
             assert not outbox.outstanding and not stream.live, "done, with work left"
-        on_cards = [c for c in outbox.outstanding.values() if c.cards]
-        assert len(on_cards) <= 1, on_cards
-        for command in on_cards:
-            for card in command.cards:
-                phase = self.cards[card].phase
-                assert phase is PHASE_OF.get(type(command), phase), (command, phase)
-        stream.check_integrity(outbox.outstanding)
-        deadlines = stream.deadlines(self.version)
+        stream.check_integrity(outbox.outstanding.values(), self.steps_made)
+        self._check_units(outbox.outstanding.values())
         assert self.version % self.spec.updates_per_batch == 0, self.version
-        assert feasible(deadlines, self.steps_made, self._p), (self.steps_made, deadlines)
+        due = list(stream.due.elements())
+        assert feasible(due, self.steps_made, self._p), (self.steps_made, due)
         needed = self._p * (self.spec.steps - self.steps_made)
-        assert len(deadlines) <= needed, "more than is needed"
+        assert len(due) <= needed, "more than is needed"
         assert len(self._batch) in (0, self._p)
         in_batch = Status.TRAINED if self._trained else Status.TRAINING
         for gid in self._batch:
             assert stream.live[gid].status is in_batch, stream.live[gid]
             assert stream.live[gid].deadline >= self.version, f"group {gid} is too old"
-        assert all(c.version <= self.version for c in self.cards.values())
+
+    def _check_units(self, outstanding: Iterable[Command]) -> None:
+        doing: dict[int, int] = {}  # unit -> seq
+        for command in outstanding:
+            units = self._units_of(command)
+            assert {card for u in units for card in u.unit.cards} == set(command.cards), command
+            for unit in units:
+                assert unit.index not in doing, f"{unit} does two things at a time"
+                doing[unit.index] = command.seq
+                assert unit.phase is PHASE_OF.get(type(command), unit.phase), (command, unit)
+        assert doing == {u.index: u.command for u in self.units if not u.free}
+        assert self._n_busy == len(doing)
+        assert self._n_trainers_busy == sum(not u.free for u in self._trainers)
+        for unit in self.units:
+            assert unit.version <= self.version and unit.fetched <= self.version
+            fetches = [c for c in outstanding if isinstance(c, ev.Fetch) and c.unit == unit.index]
+            assert len(fetches) == unit.fetching, (unit, fetches)
+            assert unit.version == self.version or not unit.unit.trains

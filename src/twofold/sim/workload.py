@@ -18,6 +18,7 @@ class GroupWork:
     n_valid: int  # samples whose reward does not fail
     reward_s: float
     varies: bool  # its rewards are not all equal
+    pass_rate: float = 0.5  # share of the valid samples that pass
 
 
 @dataclass(frozen=True)
