@@ -1,4 +1,4 @@
-"""Every interleaving of a small run, with at most one fault: breadth first over the scheduler's states.
+"""Every interleaving of a small run, with at most one fault: a walk over the scheduler's states.
 
 A state is the scheduler, what the cards really hold, and what may still go wrong. From it follow
 all ends of all outstanding commands: success (a quantum may finish any set of what grows on its
@@ -25,9 +25,7 @@ from twofold.sched.scheduler import Scheduler, SchedulerSpec
 class State:
     scheduler: Scheduler
     holds: list[int]  # the version of the weights on each unit
-    started: dict[int, int] = field(
-        default_factory=dict
-    )  # group -> version it really started under
+    started: dict[int, int] = field(default_factory=dict)  # group -> its unit's version then
     trained: int = 0  # groups
     faults_left: int = 1
 
@@ -137,7 +135,7 @@ class State:
 
 
 def explore(spec: SchedulerSpec, faults: int = 1) -> int:
-    """Visits every state; the number of states. AssertionError, with the way to it, if one is bad."""
+    """Visits every state; their number. AssertionError, with the way to it, if one is bad."""
     first = State(Scheduler(spec), [0] * len(Scheduler(spec).units), faults_left=faults)
     first.take(ev.RunStarted())
     number = {first.key(): 0}
@@ -146,13 +144,13 @@ def explore(spec: SchedulerSpec, faults: int = 1) -> int:
     todo, done = [(0, pickle.dumps(first))], []
     while todo:
         here, frozen = todo.pop()
-        state = pickle.loads(frozen)  # noqa: S301 our own bytes, a moment old
+        state = pickle.loads(frozen)
         if state.scheduler.finished:
             assert state.scheduler.outcome == "done", state.scheduler.outcome
             done.append(here)
             continue
         for event, cost in state.moves():
-            after = pickle.loads(frozen)  # noqa: S301
+            after = pickle.loads(frozen)
             after.faults_left -= cost
             try:
                 after.take(event)
