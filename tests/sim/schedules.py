@@ -70,7 +70,9 @@ class Recorder:
         assert len(self.history.entries) < MOST_EVENTS, "does not end"
         if not self.history.checked:
             return
-        self.scheduler.check_integrity()
+        # what is wrong stays wrong: every third event shows it, at a third of the cost
+        if self.scheduler.finished or len(self.history.entries) % 3 == 0:
+            self.scheduler.check_integrity()
         if not self.scheduler.finished and not self.scheduler.busy:
             # a card never waits for anything but host work
             assert self.scheduler.waiting_for.startswith(("reward of", "discard of", "fetch of"))
