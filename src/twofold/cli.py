@@ -16,6 +16,7 @@ import re
 import shutil
 import sqlite3
 import sys
+import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,11 +39,24 @@ rollouts and it trains, on one copy of the weights.
   twofold eval runs/quickstart-1@40             held-out evaluation of a checkpoint
   twofold generate runs/quickstart-1/model 'What is 2 + 3?'
   twofold log runs/quickstart-1                 everything that happened, as JSON lines
+  twofold calibrate runs/quickstart-1           what work costs on this machine, from real runs
+  twofold sim examples/quickstart.toml          the same run on a virtual clock, in a second
 """
 _TRAIN = """\
 Post-trains a model as CONFIG.toml says. Any option can be given here too, as --section.option
 VALUE, and wins over the file. Relative paths are relative to the current directory. Ctrl-C ends
 the run cleanly; `twofold resume` takes it up again."""
+_CALIBRATE = """\
+Fits the simulator's cost model (seconds of a decode step, a prefilled token, a trained token, ...)
+to the records of real runs of one model on one machine, which may still be going on, and says how
+well it fits. What the runs could not tell is named. With --held-out the fitted model predicts other
+runs, with their own options, and each prediction stands beside what really happened: give runs with
+other options (another sched.max_staleness, say) than those it was fitted to."""
+_SIM = """\
+Simulates the run that CONFIG.toml describes, with the real scheduler on a virtual clock: seconds a
+step, tokens per second, staleness, where the time goes. No model is loaded. Without --calibration
+the costs are invented, and only show in which order things happen. Any option can be given here
+too, as --section.option VALUE. docs/simulation.md says how far to trust it."""
 _EPILOG = "TWOFOLD_TRACEBACK=1 shows where an error came from."
 _OVERRIDE = re.compile(r"--\w+\.[^\s]+")
 _HELP_COLUMN = 34
@@ -54,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, overrides = _split(list(sys.argv[1:] if argv is None else argv))
         parser = _parser()
         arguments, unknown = parser.parse_known_args(words)
-        takes_options = arguments.run in (_train, _eval)
+        takes_options = arguments.run in (_train, _eval, _sim)
         if unknown and takes_options and unknown[0].startswith("--"):
             raise config.not_an_option(unknown[0].removeprefix("--").partition("=")[0])
         if overrides and not takes_options:
@@ -202,6 +216,40 @@ def _log(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from twofold.sim import calibrate
+
+    calibration = calibrate.calibrate([Path(run) for run in arguments.folders])
+    predictions = calibrate.predict(calibration, [Path(run) for run in arguments.held_out])
+    print(calibrate.report(calibration, predictions))
+    if arguments.out:
+        calibrate.save(calibration, Path(arguments.out))
+        print(f"\nwritten: {arguments.out}")
+    return 0
+
+
+def _sim(arguments: argparse.Namespace) -> int:
+    options = config.load_config(arguments.config, arguments.overrides)
+    from twofold.obs.meters import report
+    from twofold.obs.record import Record
+    from twofold.sim import calibrate, workload
+    from twofold.sim.cost import Costs
+    from twofold.sim.run import choose_work, run
+
+    fitted = calibrate.load(Path(arguments.calibration)) if arguments.calibration else None
+    given = workload.load(Path(arguments.workload)) if arguments.workload else None
+    work = choose_work(options, fitted, given)
+    print(f"simulated, costs: {arguments.calibration or 'invented (give --calibration FILE)'}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(arguments.out or temporary)
+        result = run(options, fitted.costs if fitted else Costs(), work, folder)
+        with Record.open(folder, read_only=True) as record:
+            print(f"{result.line()}\n\n{report(record)}")
+    if arguments.out:
+        print(f"\nwritten: {arguments.out} (a record like that of a real run, without tokens)")
+    return 0
+
+
 def _check(arguments: argparse.Namespace) -> int:
     threads = bind_threads(0)
     from twofold.check import report
@@ -275,6 +323,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     log = command("log", _log, "everything that happened in a run, as JSON lines")
     log.add_argument("folder", metavar="RUN")
+    calibrate = command(
+        "calibrate", _calibrate, "what work costs on this machine, from real runs", _CALIBRATE
+    )
+    calibrate.add_argument("folders", metavar="RUN", nargs="+", help="fitted to: run folders")
+    calibrate.add_argument(
+        "--held-out", metavar="RUN", nargs="+", default=[], help="predicted, and compared"
+    )
+    calibrate.add_argument("--out", metavar="FILE", help="write the calibration here, as TOML")
+
+    sim = command("sim", _sim, "a run on a virtual clock: how it would go", _SIM)
+    sim.usage = "twofold sim CONFIG.toml [--calibration FILE] [--section.option VALUE ...]"
+    sim.add_argument("config", metavar="CONFIG.toml", help="see examples/")
+    sim.add_argument("--calibration", metavar="FILE", help="from twofold calibrate --out FILE")
+    sim.add_argument(
+        "--workload", metavar="FILE", help="lengths and rewards, instead of the calibration's runs'"
+    )
+    sim.add_argument("--out", metavar="RUN", help="keep the record, in this new folder")
+
     command("check", _check, "what this machine has, and what will be used")
     return parser
 

@@ -37,7 +37,8 @@ from twofold.events import (
     Train,
     Trained,
 )
-from twofold.obs.meters import length_shares, step_meters
+from twofold.obs.bias import length_shares
+from twofold.obs.meters import step_meters
 from twofold.obs.record import (
     AdvantageRow,
     DroppedRow,
@@ -456,8 +457,8 @@ def test_meters_of_two_steps(record: Record) -> None:
     record.commit(5004.0, generated(6, 1.0))  # of a step that is not finished
 
     first, second = step_meters(record)
-    assert first == (0, 10.0, {"generate": 0.6, "train": 0.2, "publish": 0.05}, {0: 3})
-    assert second == (1, 4.0, {"train": 0.25, "publish": 0.0}, {1: 4, 0: 2})
+    assert first == (0, 10.0, {"generate": 0.6, "train": 0.2, "publish": 0.05}, {0: 3}, {0: 1})
+    assert second == (1, 4.0, {"train": 0.25, "publish": 0.0}, {1: 4, 0: 2}, {1: 1})
 
     assert length_shares(record, 0, 0) == [(4, 0.5, 1.0), (64, 0.5, 0.0)]
     assert length_shares(record, 0, 1) == [(4, 0.5, 0.5), (64, 0.5, 0.5)]

@@ -40,9 +40,10 @@ from twofold.runtime.local import LocalExecutor, phase_name
 from twofold.runtime.loop import drive
 from twofold.runtime.memory import check_memory
 from twofold.runtime.rewards import Rewards
+from twofold.runtime.spec import scheduler_spec as scheduler_spec
 from twofold.runtime.store import Store
 from twofold.runtime.worker import Worker
-from twofold.sched.scheduler import Scheduler, SchedulerSpec
+from twofold.sched.scheduler import Scheduler
 from twofold.step.reward import RewardPool
 from twofold.tasks.load import Task, load_task
 from twofold.tasks.rewards import RewardName, reward_names
@@ -117,25 +118,6 @@ def resume(
                 if scheduler.outcome == "done":  # it died while the model was written
                     return parts.finish(scheduler)
                 return parts.drive(scheduler, record, Resumed(epoch=record.epoch() + 1), last_s)
-
-
-def scheduler_spec(config: Config) -> SchedulerSpec:
-    """What the scheduler needs to know of the options."""
-    return SchedulerSpec(
-        steps=config.train.steps,
-        groups_per_step=config.sched.groups_per_step,
-        group_size=config.rollout.group_size,
-        max_staleness=config.sched.max_staleness,
-        max_running_samples=config.rollout.max_running_samples,
-        quantum_decode_steps=config.rollout.quantum_decode_steps,
-        max_drops_per_step=config.sched.max_drops_per_step,
-        updates_per_batch=config.train.updates_per_batch,
-        dynamic_sampling=config.sched.dynamic_sampling,
-        needs_reference=config.train.kl_coef > 0,
-        evaluate=config.task.held_out > 0,
-        eval_every=config.run.eval_every,
-        checkpoint_every=config.run.checkpoint_every,
-    )
 
 
 class _Parts:

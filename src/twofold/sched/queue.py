@@ -76,6 +76,9 @@ class Stream:
     """Groups that take room in the budget, by deadline in batches. The batch in training takes the
     room of its step, whatever its deadlines were; what was dropped takes none."""
     ready_due: Counter[int] = field(default_factory=Counter)  # of these, the ready ones
+    waiting_due: dict[Status, Counter[int]] = field(
+        default_factory=lambda: {status: Counter() for status in _WAITING}
+    )  # and those on their way to it
     _ready: dict[int, None] = field(default_factory=dict)  # in order of readiness
     _growing: dict[int, dict[int, Entry]] = field(default_factory=dict)  # by unit: GENERATING
     _unfinished: Counter[int] = field(default_factory=Counter)  # samples, by unit
@@ -97,6 +100,7 @@ class Stream:
             self.live[admission.group_id] = growing[admission.group_id] = entry
         self._unfinished[unit] += n_groups * self.group_size
         _count(self.due, deadline // self.updates_per_batch, n_groups)
+        _count(self.waiting_due[Status.GENERATING], deadline // self.updates_per_batch, n_groups)
         return fresh
 
     def finish_sample(self, group_id: int, index: int) -> None:
@@ -224,6 +228,9 @@ class Stream:
         assert set(ready) == self._ready.keys(), (ready, self._ready)
         deadlines = (self.live[gid].deadline // self.updates_per_batch for gid in ready)
         assert Counter(deadlines) == self.ready_due, self.ready_due
+        for status, by_deadline in self.waiting_due.items():
+            dues = (self.live[gid].deadline // self.updates_per_batch for gid in by_status[status])
+            assert Counter(dues) == by_deadline, (status, by_deadline)
         growing = [gid for entries in self._growing.values() for gid in entries]
         assert sorted(growing) == sorted(by_status[Status.GENERATING]), growing
         for unit, entries in self._growing.items():
@@ -263,6 +270,10 @@ class Stream:
             _count(self.ready_due, entry.deadline // self.updates_per_batch, -1)
         elif before in self._free:
             self._free[before].pop(gid, None)
+        for counted, n in ((before, -1), (status, 1)):
+            if counted in self.waiting_due:
+                due = entry.deadline // self.updates_per_batch
+                _count(self.waiting_due[counted], due, n)
         entry.status = status
         if status is Status.READY:
             self._ready[gid] = None

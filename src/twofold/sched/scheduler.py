@@ -127,6 +127,30 @@ class Scheduler:
         """Of the version that exists."""
         return self._evaluation_due(self._over())
 
+    @property
+    def stopping(self) -> bool:
+        """Someone asked the run to end early."""
+        return self._stop != ""
+
+    def over(self) -> bool:
+        """No further version is or will be made."""
+        return self._over()
+
+    def step_due(self) -> bool:
+        """The cards that train are wanted: for the next part of a step, or for a checkpoint. As
+        `_advance_training` decides it."""
+        if self._batch:
+            return True
+        over = self._over()
+        if self._both and self._evaluation_due(over):
+            return False
+        return self._checkpoint_due(over) or (not over and self._has_batch())
+
+    @property
+    def generators(self) -> Sequence[UnitState]:
+        """The units that generate."""
+        return self._generators
+
     def startable(self, version: int) -> int:
         """How many groups may start under the weights of `version`."""
         deadline = version // self.spec.updates_per_batch + self.spec.batches_ahead

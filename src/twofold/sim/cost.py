@@ -57,8 +57,9 @@ class Costs:
         )
 
     def train(self, tokens: int) -> float:
-        """`tokens`: of all samples of the batch, a group's prompt counted once."""
-        return self.train_s + tokens * self.train_token_s
+        """`tokens`: of all samples of the batch that are computed, a group's prompt counted once. A
+        batch of which nothing is computed needs no update."""
+        return self.train_s + tokens * self.train_token_s if tokens else 0.0
 
     def score(self, tokens: int) -> float:
         return self.score_s + tokens * self.score_token_s

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from twofold.sched.spec import SchedulerSpec
 from twofold.sim import rows
 from twofold.sim.cost import Costs
 from twofold.sim.slots import SimGroup, SimSample, Slots
-from twofold.sim.workload import Workload
+from twofold.sim.workload import Work
 from twofold.types import Phase
 
 
@@ -66,7 +66,7 @@ class SimExecutor:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: Work,
         spec: SchedulerSpec,
         *,
         costs: Costs | None = None,
@@ -114,6 +114,7 @@ class SimExecutor:
             made = _no_rows
         elif chance < self.faults.fail + self.faults.cancel:
             event, effect, made = ev.Cancelled(command=command.seq), _nothing, _no_rows
+        event = replace(event, seconds=seconds)
         for card in command.cards:
             self._of_card[card].busy_until_s = self.now_s + seconds
         self._at(self.now_s + seconds, event, effect, made)
@@ -258,7 +259,7 @@ class SimExecutor:
         groups = [self.groups[gid] for gid in command.group_ids]
         made = command.version + self.spec.updates_per_batch
         done = ev.Trained(command=command.seq, version=made)
-        seconds = self.costs.train(sum(_tokens(group) for group in groups))
+        seconds = self.costs.train(sum(_tokens(group) for group in groups if group.work.trains))
         last = made - 1  # the version that the last update finds
         effect = lambda: self._train(command)  # noqa: E731
         return seconds, done, effect, lambda: rows.trained(command, groups, last)
@@ -362,7 +363,7 @@ class SimExecutor:
             last.effect()
 
 
-_Plan = tuple[float, Event, Callable[[], None], Callable[[], Sequence[Row]]]
+_Plan = tuple[float, ev.Terminal, Callable[[], None], Callable[[], Sequence[Row]]]
 
 
 def _tokens(group: SimGroup) -> int:

@@ -61,8 +61,10 @@ def dropped(command: ev.Discard) -> list[Row]:
 def trained(command: ev.Train, groups: Sequence[SimGroup], last_update: int) -> list[Row]:
     """`last_update`: the version that the batch's last update finds."""
     tokens: Counter[int] = Counter()
+    samples: Counter[int] = Counter()  # by their oldest token
     for group in groups:
         for sample in group.samples:
+            samples[last_update - sample.runs[0][0]] += 1
             for token_version, n_tokens in sample.runs:
                 tokens[last_update - token_version] += n_tokens
     mean = sum(age * n for age, n in tokens.items()) / tokens.total()
@@ -72,6 +74,6 @@ def trained(command: ev.Train, groups: Sequence[SimGroup], last_update: int) -> 
         MetricRow(made, "staleness/mean", mean),
         MetricRow(made, "staleness/max", float(max(tokens))),
     ]
-    return rows + [
-        MetricRow(made, f"staleness/tokens_{age}", float(n)) for age, n in tokens.items()
-    ]
+    for what, counts in (("tokens", tokens), ("samples", samples)):
+        rows += [MetricRow(made, f"staleness/{what}_{age}", float(n)) for age, n in counts.items()]
+    return rows
