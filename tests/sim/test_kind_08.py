@@ -38,7 +38,7 @@ SEED = 11
 
 @dataclass(frozen=True)
 class SlowWork:
-    """One group in eight is twenty times as long as the others, slower to judge, and never right."""
+    """One group in eight is twenty times as long as the others, slower to judge, never right."""
 
     n_groups: int | None = None
 
@@ -77,7 +77,8 @@ def test_kind_08_slow_and_long_groups_are_trained_as_often_as_they_are_sampled(
     # what is on the way at the ends of the span is all that can differ
     n_ends = 2 * (max_staleness + 1) * P
     assert abs(bias.submitted.n_groups - bias.trained.n_groups) <= n_ends
-    assert abs(bias.length_ratio - 1) < 3 * bias.noise, bias.line()
+    assert abs(bias.length_ratio - 1) <= 3 * bias.noise, bias.line()
+    print(placement.name, max_staleness, bias.line())
     assert abs(bias.trained.pass_rate - bias.submitted.pass_rate) < 0.05, bias.line()
 
 
@@ -90,10 +91,11 @@ def biased_record(folder: Path, late: Literal["dropped", "starved"]) -> Record:
     work, record = SlowWork(), Record.create(folder, {})
     live: list[int] = []
     for version in range(STEPS):
+        deadline = version + (1 if late == "dropped" else STEPS)
         fresh = range(version * (P + 1), (version + 1) * (P + 1))
         rows: list[Row] = []
         for gid in fresh:
-            rows.append(GroupRow(gid, Prompt(f"prompt {gid}"), [], version, version + 1, 4))
+            rows.append(GroupRow(gid, Prompt(f"prompt {gid}"), [], version, deadline, 4))
             made = work.group(gid)
             for i, n_tokens in enumerate(made.lengths):
                 rows.append(FinishedRow(SampleId(gid, i), n_tokens, "stop", ""))
@@ -121,10 +123,13 @@ def test_kind_08_the_meter_sees_a_trainer_that_prefers_the_short(
     assert bias is not None
     print(bias.line())
     assert bias.short_first and bias.length_ratio < 0.7, "the long ones were never trained"
-    assert bias.trained.quantiles[2] < bias.submitted.quantiles[2]
+    assert bias.trained.quantiles[3] < bias.submitted.quantiles[3]
     assert bias.trained.pass_rate > bias.submitted.pass_rate + 0.02, "they were the hard ones"
-    assert bias.coverage < 0.85 and bias.n_lost >= 0.15 * bias.submitted.n_groups
-    assert bias.share_gap > 0.02 and any(share.trained < share.sampled / 4 for share in shares)
+    missing = bias.n_lost if late == "dropped" else bias.n_open
+    assert bias.coverage < 0.85 and missing >= 0.12 * bias.submitted.n_groups
+    long = [share for share in shares if share.max_tokens > 100]
+    assert bias.share_gap > 0.02
+    assert sum(share.trained for share in long) < 0.5 * sum(share.sampled for share in long)
     assert bias.line().startswith("trained of submitted, versions ")
     assert "SHORT FIRST" in bias.line() and "\n" not in bias.line()
 

@@ -36,8 +36,8 @@ class Side(NamedTuple):
 
 class Bias(NamedTuple):
     """Of the groups started, and of those trained, at versions first..last. `noise` is the standard
-    error of `length_ratio` if both sides were independent draws (by groups, as the samples of one
-    are alike); `share_gap` the largest difference of a share in `length_shares`.
+    error of `length_ratio` if chance had decided what of it is trained (by groups, as the samples
+    of one are alike); `share_gap` the largest difference of a share in `length_shares`.
 
     `n_lost` of the groups started there were dropped, or are past their deadline and not trained;
     `n_open` are still on their way.
@@ -87,31 +87,32 @@ def selection_bias(
     """None when no sample was finished, or no group trained, in that span.
 
     The span's default leaves out the run's first S versions, in which what is trained must be what
-    finished first, and its last S, of whose groups some are still on their way.
+    finished first, and its last S, of whose groups some are still on their way (but no more than a
+    quarter of the run at each end).
     """
     ((most_stale, newest),) = record.query(
         "SELECT max(deadline - start_version), max(trained_version) FROM groups"
     )
     if newest is None:
         return None
-    if first is None:
-        first = min(most_stale, newest // 4)
-    if last is None:
-        last = max(first, newest - most_stale)
+    margin = min(most_stale, newest // 4)
+    first = margin if first is None else first
+    last = max(first, newest - margin) if last is None else last
     submitted = _groups(record, "start_version", first, last)
     trained = _groups(record, "trained_version", first, last)
     if not (any(g.lengths for g in submitted) and any(g.lengths for g in trained)):
         return None
     a, b = _side(trained), _side(submitted)
-    relative = math.hypot(_error(trained) / a.mean_tokens, _error(submitted) / b.mean_tokens)
+    noise = _noise(trained, submitted) / b.mean_tokens
     gap = max(abs(s.trained - s.sampled) for s in length_shares(record, first, last))
     live = [g for g in submitted if g.trained_version is None and not g.dropped]
     n_late = sum(g.deadline < newest for g in live)
     n_lost = n_late + sum(g.dropped for g in submitted)
-    return Bias(first, last, b, a, relative, gap, n_lost, len(live) - n_late)
+    return Bias(first, last, b, a, noise, gap, n_lost, len(live) - n_late)
 
 
 class _Group(NamedTuple):
+    group_id: int
     deadline: int
     trained_version: int | None
     dropped: bool
@@ -123,7 +124,7 @@ class _Group(NamedTuple):
 def _groups(record: Record, column: str, first: int, last: int) -> list[_Group]:
     where = f"{column} BETWEEN ? AND ?"
     found = {
-        gid: _Group(deadline, trained, drop_reason is not None, prompt, [], [])
+        gid: _Group(gid, deadline, trained, drop_reason is not None, prompt, [], [])
         for gid, deadline, trained, drop_reason, prompt in record.query(
             "SELECT group_id, deadline, trained_version, drop_reason, prompt FROM groups"
             f" WHERE {where}",
@@ -156,10 +157,23 @@ def _side(groups: Sequence[_Group]) -> Side:
     )
 
 
-def _error(groups: Sequence[_Group]) -> float:
-    """Standard error of the mean length; infinite for a single group."""
-    means = [statistics.fmean(group.lengths) for group in groups if group.lengths]
-    return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
+def _noise(trained: Sequence[_Group], submitted: Sequence[_Group]) -> float:
+    """Standard error of mean trained length - mean submitted length, in tokens, if chance decided
+    which groups are on one side only; infinite when there is nothing to estimate it from.
+
+    With d the deviations of the groups' mean lengths from their mean, n_a trained and n_b submitted
+    groups, the variance is the sum of (d / n_a)^2 over those trained only, (d / n_b)^2 over those
+    submitted only, and (d / n_a - d / n_b)^2 over the others. The groups at the ends of the span
+    are the long ones on either side, so their own deviations count, not those of all.
+    """
+    means = {g.group_id: statistics.fmean(g.lengths) for g in (*trained, *submitted) if g.lengths}
+    if len(means) < 2:
+        return math.inf
+    a = {group.group_id for group in trained if group.lengths}
+    b = {group.group_id for group in submitted if group.lengths}
+    middle = statistics.fmean(means.values())
+    weight = {gid: (gid in a) / len(a) - (gid in b) / len(b) for gid in means}
+    return math.hypot(*(weight[gid] * (mean - middle) for gid, mean in means.items()))
 
 
 class LengthShare(NamedTuple):
