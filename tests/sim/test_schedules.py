@@ -71,9 +71,13 @@ def test_every_schedule_keeps_the_rule(block: int) -> None:
 
 
 @pytest.mark.soak
-def test_a_million_schedules_keep_the_rule() -> None:
+def test_a_million_schedules_keep_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: Counter[str] = Counter()
     for first in range(0, 10**6, BLOCK):
-        run_block(first, BLOCK)
+        seen += run_block(first, BLOCK)
+        with capsys.disabled():
+            print(f"\r{first + BLOCK:,} schedules", end="", flush=True)
+    print(dict(seen))
 
 
 def start_one_too_many(
