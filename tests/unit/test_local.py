@@ -14,6 +14,7 @@ import pytest
 
 from twofold import events as ev
 from twofold.events import Command, Event
+from twofold.obs.record import RewardRow
 from twofold.runtime.local import LocalExecutor
 from twofold.runtime.loop import drive
 from twofold.runtime.store import Store
@@ -257,6 +258,33 @@ def test_a_reward_that_is_there_comes_first_and_none_is_waited_for_while_there_i
     table.arrives(1, looks=3)
     assert table.next() == 1
     assert table.rewards.waits > 0, "with nothing else to do it is waited for"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_reward_that_comes_during_a_command_is_told_before_its_end(deterministic: bool) -> None:
+    """So the card's next command is decided with it; each row is committed with its own event."""
+    table = Table(deterministic)
+    table.ask(1)
+    table.do(2, 3)
+    executor, row = table._executor, object()
+    execute = executor._worker.execute
+
+    def takes_a_while(command: Command) -> Any:
+        if command.seq == 2:
+            table.arrives(1)
+        executor._store.write((row, command.seq))
+        return execute(command)
+
+    executor._worker.execute = takes_a_while  # type: ignore[method-assign]
+    told = []
+    for _ in range(3):
+        told.append(table.next())
+        rows = executor.take_rows()
+        mine = [item for item in rows if item[0] is row]
+        assert mine == ([] if told[-1] == 1 else [(row, told[-1])])
+        assert sum(isinstance(item, RewardRow) for item in rows) == 2 * (told[-1] == 1)
+    assert told == ([2, 1, 3] if deterministic else [1, 2, 3])
+    assert table.rewards.waits == 0
 
 
 def test_deterministic_rewards_are_due_after_a_card_command_that_was_issued_later() -> None:

@@ -5,11 +5,14 @@ thread, rewards beside them) and the run's clock. Does not own: what a card comm
 does (`runtime/worker`), decisions (`sched`), durability (the record).
 
 Which event comes next:
-    a stop request > a reward that is due > the next card command > waiting for a reward
-A reward is due when it is there. With `deterministic` it is due once a card command that was issued
-after it has ended, and is waited for then; rewards come in the order in which they were asked for.
-So no decision depends on the wall clock. Nor does one on a process that died in between, as long as
-nothing was preempted for want of cache and no prefill had to wait: who runs is not in the record.
+    a stop request > a reward that is due > the end of the card command > running the next one >
+    waiting for a reward
+A reward is due when it is there: one that came while a card command ran is told before the end of
+that, so that what the card does next is decided with it. With `deterministic` it is due once a card
+command that was issued after it has ended, and is waited for then; rewards come in the order in
+which they were asked for. So no decision depends on the wall clock. Nor does one on a process that
+died in between, as long as nothing was preempted for want of cache and no prefill had to wait: who
+runs is not in the record.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ class LocalExecutor:
         self._zero_s = self._step_start_s = 0.0
         self._queue: deque[Command] = deque()  # card commands and discards, in order of seq
         self._asked: deque[Reward] = deque()
+        self._ended: tuple[Event, list[Any]] | None = None  # of a card command, with its rows
         self._last_card_seq = last_card_seq
         self._stop_reported = False
         self._phase_s: defaultdict[str, float] = defaultdict(
@@ -107,11 +111,16 @@ class LocalExecutor:
                 return StopRequested(reason=reason)
             self._rewards.collect(0.0)
             wanted = self._wanted_reward()
+            if self._ended is not None and (wanted is None or self._deterministic):
+                (event, rows), self._ended = self._ended, None
+                self._store.write(*rows)
+                return event
             if wanted is not None and wanted.seq in self._rewards:
                 return self._rewarded(wanted)
             # who asked for a stop does not wait for rewards: they are asked for again on resume
             if self._queue and (wanted is None or self._stop_reported):
-                return self._run(self._queue.popleft())
+                self._ended = self._run(self._queue.popleft()), self._store.take_rows()
+                continue
             assert self._asked, "nothing to run and nothing to wait for"
             self.on_wait(f"reward of group {self._asked[0].group_id}")
             self._rewards.collect(STOP_LOOK_S)
