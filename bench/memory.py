@@ -1,9 +1,10 @@
-"""Does the memory forecast hold? SmolLM2-135M in four configurations, forecast against measured.
+"""Does the memory forecast hold? SmolLM2-135M in some configurations, forecast against measured.
 
-    python bench/memory.py [--configs bf16 fp32 bf16-reference fp32-reference] [--out runs/memory]
+    python bench/memory.py [--configs bf16 fp32 ...] [--out runs/memory]
 
-Each configuration is a run of two steps in a process of its own, one after the other; evaluation
-is off. Completions are sampled at a high temperature, so that they go on to `max_new_tokens`: the
+Where a CPU has no bfloat16 instructions, ask for those with fp32 only: the others take hours. Each
+configuration is a run of two steps in a process of its own, one after the other; evaluation is
+off. Completions are sampled at a high temperature, so that they go on to `max_new_tokens`: the
 forecast is for the longest ones. Forecasts come from the code that a run asks before its first
 step; measured is the peak that the run recorded (`memory/PHASE_gb`). On a CPU freed memory stays
 with the process, so generation and scoring are measured in the first step, where no larger phase
@@ -50,6 +51,8 @@ CASES = {
     "fp32": Case("float32", False, 2048, 16, 2, 256),
     "bf16-reference": Case("bfloat16", True, 1024, 64, 8, 256),
     "fp32-reference": Case("float32", True, 1024, 16, 2, 512),
+    "fp32-short": Case("float32", False, 1024, 64, 8, 64),
+    "fp32-reference-short": Case("float32", True, 2048, 64, 4, 64),
 }
 
 
