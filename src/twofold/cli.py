@@ -18,6 +18,7 @@ import sqlite3
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ from twofold.threads import bind_threads
 
 if TYPE_CHECKING:
     from twofold.runtime.run import RunResult
+    from twofold.sim.shape import Shape
 
 _ABOUT = """\
 RL post-training of language models in which every card does two jobs: it generates
@@ -41,6 +43,7 @@ rollouts and it trains, on one copy of the weights.
   twofold log runs/quickstart-1                 everything that happened, as JSON lines
   twofold calibrate runs/quickstart-1           what work costs on this machine, from real runs
   twofold sim examples/quickstart.toml          the same run on a virtual clock, in a second
+  twofold plan examples/quickstart.toml         which options are the fastest, here or on a cluster
 """
 _TRAIN = """\
 Post-trains a model as CONFIG.toml says. Any option can be given here too, as --section.option
@@ -57,6 +60,12 @@ Simulates the run that CONFIG.toml describes, with the real scheduler on a virtu
 step, tokens per second, staleness, where the time goes. No model is loaded. Without --calibration
 the costs are invented, and only show in which order things happen. Any option can be given here
 too, as --section.option VALUE. docs/simulation.md says how far to trust it."""
+_PLAN = """\
+Simulates many ways to run the job that CONFIG.toml describes and ranks them. With --calibration
+alone: on this machine, options around the configured ones (or those that --try lists). With
+--cluster: placements, splits, staleness and memory options on the cards that FILE describes, as
+examples/clusters/h100_node.toml does; what does not fit is named, and by how much. Any option can
+be given here too, as --section.option VALUE. docs/planner.md says what it cannot know."""
 _EPILOG = "TWOFOLD_TRACEBACK=1 shows where an error came from."
 _OVERRIDE = re.compile(r"--\w+\.[^\s]+")
 _HELP_COLUMN = 34
@@ -68,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, overrides = _split(list(sys.argv[1:] if argv is None else argv))
         parser = _parser()
         arguments, unknown = parser.parse_known_args(words)
-        takes_options = arguments.run in (_train, _eval, _sim)
+        takes_options = arguments.run in (_train, _eval, _sim, _plan)
         if unknown and takes_options and unknown[0].startswith("--"):
             raise config.not_an_option(unknown[0].removeprefix("--").partition("=")[0])
         if overrides and not takes_options:
@@ -238,6 +247,8 @@ def _sim(arguments: argparse.Namespace) -> int:
 
     fitted = calibrate.load(Path(arguments.calibration)) if arguments.calibration else None
     given = workload.load(Path(arguments.workload)) if arguments.workload else None
+    if fitted:
+        calibrate.check_config(fitted, options)
     work = choose_work(options, fitted, given)
     print(f"simulated, costs: {arguments.calibration or 'invented (give --calibration FILE)'}")
     with tempfile.TemporaryDirectory() as temporary:
@@ -248,6 +259,60 @@ def _sim(arguments: argparse.Namespace) -> int:
     if arguments.out:
         print(f"\nwritten: {arguments.out} (a record like that of a real run, without tokens)")
     return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    options = config.load_config(arguments.config, arguments.overrides)
+    from twofold.sim import calibrate, here, plan_command, plan_file, workload
+
+    tries = here.parse_tries(arguments.tries)
+    if arguments.cluster and tries:
+        raise ValueError("--try is for this machine; with --cluster FILE its table search says it")
+    if not arguments.cluster and not arguments.calibration:
+        raise ValueError(
+            "plan needs --calibration FILE (this machine, from `twofold calibrate RUN --out FILE`) "
+            "or --cluster FILE (such as examples/clusters/h100_node.toml)"
+        )
+    cluster = plan_file.load(Path(arguments.cluster)) if arguments.cluster else None
+    fitted = calibrate.load(Path(arguments.calibration)) if arguments.calibration else None
+    given = workload.load(Path(arguments.workload)) if arguments.workload else None
+    trace = Path(arguments.timeline) if arguments.timeline else None
+    if cluster is not None:
+        shape = cluster.shape or _shape_of_model(options)
+        text = plan_command.plan_cluster(
+            options, cluster, shape, fitted, given, arguments.top, trace, _Counted()
+        )
+    else:
+        assert fitted is not None
+        text = plan_command.plan_here(
+            options, fitted, given, tries, arguments.top, trace, _Counted()
+        )
+    print(text)
+    return 0
+
+
+def _shape_of_model(options: config.Config) -> Shape:
+    """Of the model that the options name; its weights are not read."""
+    bind_threads(1)
+    from twofold.model import resolve, weights
+    from twofold.sim.shape import Shape
+
+    folder, line = resolve.resolve(options.model.name)
+    print(line, file=sys.stderr)
+    weight_bytes = 4 if options.model.dtype == "float32" else 2
+    return Shape.of_spec(weights.read_spec(folder), options.model.name, weight_bytes)
+
+
+class _Counted:
+    """Says on standard error how many candidates are done, every two seconds."""
+
+    def __init__(self) -> None:
+        self._said_s = time.monotonic()
+
+    def __call__(self, n_done: int, n_all: int) -> None:
+        if time.monotonic() >= self._said_s + 2.0:
+            self._said_s = time.monotonic()
+            print(f"simulated {n_done} of {n_all} candidates", file=sys.stderr, flush=True)
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -340,6 +405,29 @@ def _parser() -> argparse.ArgumentParser:
         "--workload", metavar="FILE", help="lengths and rewards, instead of the calibration's runs'"
     )
     sim.add_argument("--out", metavar="RUN", help="keep the record, in this new folder")
+
+    plan = command("plan", _plan, "which options or layout are the fastest, and why", _PLAN)
+    plan.usage = "twofold plan CONFIG.toml --calibration FILE | --cluster FILE [OPTIONS]"
+    plan.add_argument("config", metavar="CONFIG.toml", help="see examples/")
+    plan.add_argument(
+        "--calibration", metavar="FILE", help="this machine: from twofold calibrate --out FILE"
+    )
+    plan.add_argument("--cluster", metavar="FILE", help="such as examples/clusters/h100_node.toml")
+    plan.add_argument(
+        "--workload", metavar="FILE", help="lengths and rewards, instead of the calibration's runs'"
+    )
+    plan.add_argument(
+        "--try",
+        dest="tries",
+        metavar="OPTION=N,N",
+        action="append",
+        default=[],
+        help="this machine: values to try, such as sched.max_staleness=0,1,2; may come again",
+    )
+    plan.add_argument(
+        "--timeline", metavar="FILE.json", help="the best one's trace, which ui.perfetto.dev opens"
+    )
+    plan.add_argument("--top", type=_count, default=20, help="rows to show (default: 20)")
 
     command("check", _check, "what this machine has, and what will be used")
     return parser

@@ -352,7 +352,10 @@ def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
         ((application_id,),) = db.execute("PRAGMA application_id")
         if application_id != _APPLICATION_ID:
             raise ValueError(f"{path} is not a record of Twofold: check the path")
-        ((schema,),) = db.execute("SELECT value FROM meta WHERE key = 'schema'")
+        found = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchall()
+        if not found or not str(found[0][0]).isdecimal():
+            raise ValueError(f"{path} is damaged: it has no schema number")
+        schema = found[0][0]
         if int(schema) != SCHEMA_VERSION:
             raise ValueError(
                 f"{path} has schema {schema}, this Twofold reads {SCHEMA_VERSION}: "
@@ -364,7 +367,8 @@ def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
         if db is not None:
             db.close()
         if isinstance(error, sqlite3.Error):
-            raise ValueError(f"cannot read {path}: {error}") from error
+            words = " ".join(str(error).split())  # it quotes the schema, over several lines
+            raise ValueError(f"cannot read {path}: {words}") from error
         raise
 
 

@@ -29,6 +29,7 @@ from twofold.sim.cost import Costs
 from twofold.sim.executor import SimExecutor
 from twofold.sim.fit import Fit, fit
 from twofold.sim.observe import Measured, Observed, measure, observe
+from twofold.sim.shape import checked
 from twofold.sim.workload import GroupWork, Recorded, Work
 
 FORMAT = 1  # of the file
@@ -124,6 +125,24 @@ def predict(calibration: Calibration, paths: Sequence[Path]) -> list[Prediction]
             )
         )
     return predictions
+
+
+def check_config(calibration: Calibration, config: Config) -> None:
+    """ValueError when a run with these options would be of another model, number format or number
+    of threads than those the costs were fitted to."""
+    threads = str(config.run.threads) if config.run.threads else None  # 0: as many as there are
+    asked = {
+        "model": ("model.name", config.model.name),
+        "dtype": ("model.dtype", config.model.dtype),
+        "threads": ("run.threads", threads),
+    }
+    for name, (option, value) in asked.items():
+        fitted = calibration.machine.get(name, value)
+        if value is not None and fitted != value:
+            raise ValueError(
+                f"{option} = {value}: the calibration is of {fitted}; give --{option} {fitted}, or "
+                "calibrate from runs with these options"
+            )
 
 
 def simulate(costs: Costs, work: Work, spec: SchedulerSpec) -> Measured:
@@ -273,19 +292,63 @@ def load(path: Path) -> Calibration:
 def _from_dict(values: Mapping[str, Any]) -> Calibration:
     if values["format"] != FORMAT:
         raise ValueError(
-            f"format = {values['format']}, this Twofold reads {FORMAT}: calibrate anew"
+            f"format = {values['format']!r}, this Twofold reads {FORMAT}: calibrate anew"
         )
-    groups = tuple(
-        GroupWork(**{**group, "lengths": tuple(group["lengths"])}) for group in values["groups"]
-    )
+    kinds = {"costs": dict, "machine": dict, "errors": dict, "groups": list, "runs": list,
+             "notes": list}  # fmt: skip
+    for name, kind in kinds.items():
+        if not isinstance(values[name], kind):
+            what = "a table" if kind is dict else "a list"
+            raise ValueError(f"{name} = {values[name]!r}: {what} is needed")
+    if not values["groups"]:
+        raise ValueError("groups = []: one group at least is needed; calibrate anew")
+    groups = tuple(_group(n, group) for n, group in enumerate(values["groups"]))
+    size = len(groups[0].lengths)
+    for n, group in enumerate(groups):
+        if len(group.lengths) != size:
+            raise ValueError(
+                f"groups[{n}].lengths has {len(group.lengths)} samples, groups[0] has {size}: all "
+                "groups of a calibration have the same number"
+            )
     return Calibration(
-        Costs(**values["costs"]),
+        Costs(**checked(values["costs"], fields(Costs), "costs")),
         groups,
-        dict(values["machine"]),
-        tuple(values["runs"]),
-        dict(values["errors"]),
-        tuple(values["notes"]),
+        _all_of(str, "a text", values["machine"], "machine"),
+        tuple(map(str, values["runs"])),
+        _all_of(float, "a number", values["errors"], "errors"),
+        tuple(map(str, values["notes"])),
     )
+
+
+def _group(n: int, table: Any) -> GroupWork:
+    """ValueError for what no group can be."""
+    where = f"groups[{n}]"
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where} = {table!r}: a table is needed")
+    own = [f for f in fields(GroupWork) if f.name != "lengths"]
+    values = checked({k: v for k, v in table.items() if k != "lengths"}, own, where)
+    lengths = table.get("lengths")
+    if (
+        not isinstance(lengths, list)
+        or not lengths
+        or not all(type(length) is int and length >= 1 for length in lengths)
+    ):
+        raise ValueError(f"{where}.lengths = {lengths!r}: a list of tokens, 1 or more, is needed")
+    least = {"prompt_tokens": 0, "n_valid": 0, "reward_s": 0, "pass_rate": 0}
+    most = {"n_valid": len(lengths), "pass_rate": 1}
+    for name, low in least.items():
+        high = most.get(name, math.inf)
+        if not (math.isfinite(values.get(name, low)) and low <= values.get(name, low) <= high):
+            to = f" to {high}" if name in most else " or more"
+            raise ValueError(f"{where}.{name} = {values[name]}: give {low}{to}")
+    return GroupWork(lengths=tuple(lengths), **values)
+
+
+def _all_of(kind: type, what: str, table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for name, value in table.items():
+        if type(value) is not kind:
+            raise ValueError(f"{where}.{name} = {value!r}: {what} is needed")
+    return dict(table)
 
 
 # ---------------------------------------------------------------- what people read
@@ -309,7 +372,7 @@ def report(calibration: Calibration, predictions: Sequence[Prediction] = ()) -> 
 
 
 _FIGURES = {
-    "step_s": "seconds per step, median",
+    "step_s": "seconds per step, mean",
     "tokens_per_s": "tokens per second",
     "staleness": "mean staleness",
 }

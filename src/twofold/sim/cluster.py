@@ -20,10 +20,11 @@ from twofold.sim.cost import Costs
 from twofold.sim.shape import Shape, checked, nearest
 from twofold.types import Phase
 
-ACTIVATION_FACTOR = (
-    34  # saved bytes = this x width x layers a token (Korthikanti et al. 2022, eq. 1,
-)
-# without the attention scores, which no present kernel stores)
+# Bytes saved a token = this x width x layers (Korthikanti et al. 2022, eq. 1, without the attention
+# scores, which no present kernel stores).
+ACTIVATION_FACTOR = 34
+
+MOST_CARDS = 100_000  # of a cluster; a slip of the pen, beyond
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Card:
     usable_share: float = 0.9  # of the memory; the rest is the runtime's and fragments
 
     def __post_init__(self) -> None:
-        _positive(self, "card")
-        _at_most_one(self, "card", "usable_share")
+        _positive(self, "cluster.card")
+        _at_most_one(self, "cluster.card", "usable_share")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Links:
     latency_s: float = 10e-6
 
     def __post_init__(self) -> None:
-        _positive(self, "links", least={"latency_s": 0.0})
+        _positive(self, "cluster.links", least={"latency_s": 0.0})
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ class Efficiency:
     step_overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive(self, "efficiency", least={"step_overhead_s": 0.0})
+        _positive(self, "cluster.efficiency", least={"step_overhead_s": 0.0})
         for name in ("train", "prefill", "decode"):
-            _at_most_one(self, "efficiency", name)
+            _at_most_one(self, "cluster.efficiency", name)
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class Cluster:
         for name in ("supernodes", "cards_per_supernode"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"cluster.{name} = {value}: it must be at least 1")
+        if self.cards > MOST_CARDS:
+            raise ValueError(
+                f"cluster.supernodes x cards_per_supernode = {self.cards}: at most {MOST_CARDS} "
+                "cards can be simulated"
+            )
 
     @property
     def cards(self) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import heapq
 import sqlite3
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from twofold.events import Command, Event
 from twofold.obs.record import CommandRow, Record
 from twofold.runtime.spec import scheduler_spec
 from twofold.sched.spec import SchedulerSpec
+from twofold.sim.integrity import check_folder, check_record
 from twofold.sim.rows import CHECKSUM
 from twofold.sim.workload import GroupWork
 from twofold.types import Phase
@@ -47,7 +47,7 @@ class Quantum(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """How a run went, evaluations left out: median seconds per step, mean staleness of the trained
+    """How a run went, evaluations left out: mean seconds per step, mean staleness of the trained
     tokens (in versions), sampled tokens per second over all steps."""
 
     n_steps: int
@@ -90,7 +90,7 @@ def observe(path: Path) -> Observed:
         raise ValueError(f"{folder}: the record is damaged: {error}") from None
     except KeyError as error:
         raise ValueError(f"{folder}: the record is damaged: {error} is missing") from None
-    except (IndexError, TypeError) as error:
+    except (AttributeError, IndexError, TypeError, OverflowError) as error:
         raise ValueError(f"{folder}: the record is damaged: {error}") from None
     except ValueError as error:
         if str(folder) in str(error):
@@ -103,9 +103,9 @@ def measure(
 ) -> Measured:
     """`history` is (seconds, event) in order, of a real or of a simulated run; `staleness` counts
     the trained tokens. ValueError without a finished step."""
-    steps: list[float] = []
+    n_steps = 0
     start_s: float | None = None
-    aside_s = 0.0  # evaluations in this step
+    aside_s = aside_so_far_s = total_s = 0.0  # aside: evaluations
     n_tokens = n_tokens_so_far = 0
     for now_s, event in history:
         start_s = now_s if start_s is None else start_s
@@ -113,15 +113,15 @@ def measure(
             case ev.Generated():
                 n_tokens_so_far += event.n_tokens
             case ev.Evaluated():
-                aside_s += event.seconds
+                aside_so_far_s += event.seconds
             case ev.Published():
-                steps.append(now_s - start_s - aside_s)
-                start_s, aside_s, n_tokens = now_s, 0.0, n_tokens_so_far
-    if not steps or not staleness:
+                n_steps += 1
+                total_s, aside_s, n_tokens = now_s - start_s, aside_so_far_s, n_tokens_so_far
+    if not n_steps or not staleness:
         raise ValueError(f"{folder} has no finished step: let the run go on, or leave it out")
     mean = sum(age * n for age, n in staleness.items()) / sum(staleness.values())
-    total_s = max(sum(steps), 1e-9)
-    return Measured(len(steps), statistics.median(steps), mean, n_tokens / total_s)
+    total_s = max(total_s - aside_s, 1e-9)
+    return Measured(n_steps, total_s / n_steps, mean, n_tokens / total_s)
 
 
 # ---------------------------------------------------------------- reading
@@ -129,16 +129,19 @@ def measure(
 
 def _observe(folder: Path, record: Record) -> Observed:
     meta = record.meta()
-    if any(record.query("SELECT 1 FROM versions WHERE checksum = ? LIMIT 1", CHECKSUM)):
+    simulated = record.query("SELECT 1 FROM versions WHERE checksum = ? LIMIT 1", CHECKSUM)
+    if any(simulated) or meta["fingerprint"]["device"] == "simulated":
         raise ValueError(f"{folder} is a simulated run: costs are fitted to real ones")
     config = from_dict(meta["config"])
+    check_folder(folder, config)
     numbered = list(record.events())
     if [n for n, *_ in numbered] != list(range(1, len(numbered) + 1)):
         raise ValueError("the record is damaged: events are missing")
     history = [(time_s, event) for _, time_s, event in numbered]
+    rows = {row.command.seq: row for row in record.commands()}
+    check_record(record, history, rows)
     measured = measure(history, _staleness(record, config), folder)
     found = Observed(folder, config, _machine(config, meta), measured)
-    rows = {row.command.seq: row for row in record.commands()}
     latencies = _reward_latencies(rows.values(), history, config.reward.workers)
     works = _works(record, config, [event for _, event in history], latencies)
     found.groups = [works[gid] for gid in sorted(works)]

@@ -1,162 +1,52 @@
-"""The planner: which layout of a run is the fastest on a cluster, and why.
+"""The planner for clusters: which layout of a run is the fastest, what fits and what does not.
 
-Owns: the candidates, simulating each with the real scheduler, measuring a simulation (tokens a
-second, staleness, where the cards' time went), the ranking and its words, a timeline for Perfetto.
-Does not own: seconds and bytes (`cluster`), the rule (`sched`), lengths (`workload`).
-
-A candidate is measured between two updates, after the first ones and before the last, so that
-neither the empty start nor the end of a run, where nothing new starts, counts.
+Owns: the candidates (placement, split, staleness, quantum, batch shape, memory options), simulating
+each with the real scheduler. Does not own: seconds and bytes (`cluster`), one simulation
+(`window`), the choice among results (`ranking`), the words (`plan_words`), one real card (`here`).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
-from twofold import events as ev
-from twofold.events import Command, Event
-from twofold.runtime.loop import drive
-from twofold.sched.idle import Idle
 from twofold.sched.placement import Placement
-from twofold.sched.scheduler import Scheduler
 from twofold.sched.spec import SchedulerSpec
+from twofold.sim import timeline
 from twofold.sim.cluster import Cluster, Layout, SampleTokens, costs, memory, missing
 from twofold.sim.cost import Costs
-from twofold.sim.executor import SimExecutor
+from twofold.sim.ranking import Progress, choose, ranked
 from twofold.sim.shape import Shape
-from twofold.sim.workload import Workload
+from twofold.sim.window import Entry
+from twofold.sim.window import Outcome as Outcome
+from twofold.sim.window import simulate as simulate
+from twofold.sim.workload import Recorded, Synthetic, Work, Workload
 from twofold.types import Phase
 
-WORTHWHILE = 0.02  # a gain below this is no reason to train on stale tokens
-
-Entry = tuple[float, Event, Sequence[Command]]
-"""When an event came, the event, the commands it caused."""
-
-
-# ---------------------------------------------------------------- one simulation
-
-
-class Outcome(NamedTuple):
-    """Of a simulated run, between two updates. Shares of the time of all cards: `busy` by kind of
-    command, `idle` by cause (`sched.idle.Cause`); they sum to 1. `staleness`: shares of the trained
-    tokens. Tokens are sampled tokens that were trained; prompts do not count."""
-
-    tokens_per_s: float
-    seconds_per_step: float
-    staleness: dict[int, float]
-    busy: dict[str, float]
-    idle: dict[str, float]
-
-    @property
-    def mean_staleness(self) -> float:
-        return sum(age * share for age, share in self.staleness.items())
-
-
-class _Meter:
-    """Meets `runtime.loop.Recorder`: adds up what happens from one version to another."""
-
-    def __init__(self, scheduler: Scheduler, executor: SimExecutor, first: int, last: int) -> None:
-        self.scheduler, self.executor = scheduler, executor
-        self.first, self.last = first, last
-        self.start_s = self.end_s = math.nan
-        self.busy: defaultdict[str, float] = defaultdict(float)  # card-seconds
-        self.idle: defaultdict[str, float] = defaultdict(float)  # card-seconds
-        self.trained: Counter[int] = Counter()
-        self._issued: dict[int, tuple[float, Command]] = {}
-        self._causes: list[tuple[str, int]] = []  # that hold since the last event, with cards
-        self._last_s = 0.0
-
-    def commit(
-        self, now_s: float, event: Event, commands: Sequence[Command], rows: Sequence[Any]
-    ) -> None:
-        inside = math.isnan(self.end_s) and not math.isnan(self.start_s)
-        if inside:
-            for cause, n_cards in self._causes:
-                self.idle[cause] += (now_s - self._last_s) * n_cards
-        if isinstance(event, ev.Terminal):
-            issued_s, command = self._issued.pop(event.command)
-            if inside:
-                self._count(command, issued_s, now_s)
-        if isinstance(event, ev.Published):
-            self._published(event.version, now_s)
-        self._issued.update((command.seq, (now_s, command)) for command in commands)
-        self._last_s = now_s
-        if math.isnan(self.end_s):
-            units = self.scheduler.units
-            self._causes = [
-                (str(cause), len(units[index].unit.cards))
-                for index, cause in Idle(self.scheduler).causes().items()
-            ]
-
-    def _published(self, version: int, now_s: float) -> None:
-        if version == self.first:
-            self.start_s = now_s
-            self.trained = self.executor.staleness.copy()
-        elif version == self.last:
-            for issued_s, command in self._issued.values():
-                self._count(command, issued_s, now_s)
-            self.end_s = now_s
-            self.trained = self.executor.staleness - self.trained
-
-    def _count(self, command: Command, issued_s: float, now_s: float) -> None:
-        self.busy[command.kind] += (now_s - max(issued_s, self.start_s)) * len(command.cards)
-
-
-def simulate(
-    spec: SchedulerSpec, workload: Workload, seconds: Costs, seed: int = 0, n_steps: int = 3
-) -> Outcome:
-    """Runs the real scheduler on a virtual clock and measures `n_steps` steps in the middle of it;
-    `spec.steps` is replaced. RuntimeError with the run's outcome if it ends otherwise than done."""
-    lead = spec.batches_ahead + 1  # steps until the stream is full, and until it has drained
-    spec = replace(spec, steps=n_steps + 2 * lead, evaluate=False, checkpoint_every=0)
-    scheduler, u = Scheduler(spec), spec.updates_per_batch
-    executor = SimExecutor(workload, spec, costs=seconds, seed=seed)
-    meter = _Meter(scheduler, executor, u * lead, u * (lead + n_steps))
-    outcome = drive(scheduler, executor, meter, ev.RunStarted())
-    if outcome != "done":
-        raise RuntimeError(f"the simulated run ended: {outcome}")
-    window_s = meter.end_s - meter.start_s
-    n_tokens, card_s = meter.trained.total(), window_s * spec.placement.cards
-    return Outcome(
-        tokens_per_s=n_tokens / window_s,
-        seconds_per_step=window_s / n_steps,
-        staleness={age: n / n_tokens for age, n in sorted(meter.trained.items())},
-        busy=_shares(meter.busy, card_s),
-        idle=_shares(meter.idle, card_s),
-    )
-
-
-def _shares(seconds: Mapping[str, float], of_s: float) -> dict[str, float]:
-    """The largest first."""
-    largest = sorted(seconds.items(), key=lambda item: -item[1])
-    return {name: s / of_s for name, s in largest if s > 0}
-
-
-# ---------------------------------------------------------------- the search
+# ---------------------------------------------------------------- what is asked
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: `groups_per_step` prompts x `group_size` samples a step. `tokens` describes
-    what `workload` draws, for the seconds and bytes."""
+    """What is trained: `groups_per_step` prompts x `group_size` samples a step, as `updates` of the
+    optimizer. `tokens` describes what `workload` draws, for the seconds and bytes. ValueError for
+    what does not go together."""
 
     groups_per_step: int
     group_size: int
     tokens: SampleTokens
-    workload: Workload
+    workload: Workload | Synthetic | Recorded
     reference: bool = False
-    swap_optimizer: bool = False
-    same_layout: bool = False  # shared cards read one storage for both jobs
+    updates: int = 1
+    dynamic_sampling: bool = False
+    max_drops_per_step: int = 32
+    micro_batch_tokens: int = 8192
 
     def __post_init__(self) -> None:
-        if self.workload.group_size != self.group_size:
-            raise ValueError(
-                f"group_size = {self.group_size}: the workload has groups of "
-                f"{self.workload.group_size}; make them equal"
-            )
+        work_of_size(self.workload, self.group_size)
 
 
 @dataclass(frozen=True)
@@ -164,15 +54,43 @@ class Search:
     """What is tried. Empty `cards_per_replica`: the powers of two on which the weights fit, the
     three smallest. `splits`: shares of the cards that only generate, in separated placements.
     `quanta`: decode steps; empty: 1/16 and 1/4 of the longest completion. `group_shapes`: (prompts,
-    samples) a step; empty: the job's."""
+    samples) a step; empty: the job's.
+
+    `recompute`: shares of the forward pass that may be done again to save activations; of those
+    that fit, the smallest. `swap_optimizer`: the second is tried where the first does not fit, or
+    leaves no room for the samples in flight. `same_layout`: shared cards read one storage for both
+    jobs (assumed, not searched). ValueError for what cannot be.
+    """
 
     staleness: tuple[int, ...] = (0, 1, 2)
     cards_per_replica: tuple[int, ...] = ()
     splits: tuple[float, ...] = (0.25, 0.5, 0.75)
     quanta: tuple[int, ...] = ()
     group_shapes: tuple[tuple[int, int], ...] = ()
+    recompute: tuple[float, ...] = (0.0, 0.5, 1.0)
+    swap_optimizer: tuple[bool, ...] = (False, True)
+    same_layout: bool = False
     n_steps: int = 3
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"staleness": 0, "cards_per_replica": 1, "quanta": 1}
+        for name, low in least.items():
+            for value in getattr(self, name):
+                if value < low:
+                    raise ValueError(f"search.{name} = {value}: give {low} or more")
+        for shape in self.group_shapes:
+            if len(shape) != 2 or min(shape) < 1:
+                raise ValueError(f"search.group_shapes = {list(shape)}: give [prompts, samples]")
+        for name, most in (("splits", "between 0 and 1"), ("recompute", "from 0 to 1")):
+            for value in getattr(self, name):
+                if not 0 <= value <= 1 or (name == "splits" and value in (0, 1)):
+                    raise ValueError(f"search.{name} = {value:g}: give a share {most}")
+        for name in ("staleness", "recompute", "swap_optimizer"):
+            if not getattr(self, name):
+                raise ValueError(f"search.{name} = []: give one value at least")
+        if self.n_steps < 1:
+            raise ValueError(f"search.n_steps = {self.n_steps}: give 1 or more")
 
 
 class Candidate(NamedTuple):
@@ -183,6 +101,8 @@ class Candidate(NamedTuple):
     quantum: int
     groups_per_step: int
     group_size: int
+    recomputed: float = 0.0
+    swap_optimizer: bool = False
 
     @property
     def name(self) -> str:
@@ -199,66 +119,126 @@ class Row(NamedTuple):
     candidate: Candidate
     outcome: Outcome
     memory: dict[Phase, float]  # bytes of the busiest card
+    slots: int  # a replica
+
+    @property
+    def max_staleness(self) -> int:
+        return self.candidate.staleness
 
 
 class Refused(NamedTuple):
+    """With the memory options that take the least."""
+
     candidate: Candidate
     missing: dict[Phase, float]  # bytes of a card
 
 
 class Plan(NamedTuple):
-    """`rows`: fastest first. `best`: what to run, which is the fastest synchronous one where
-    asynchrony gains less than `WORTHWHILE`. `why`: that in words."""
+    """`rows`: fastest first, `best` by `ranking.choose`."""
 
     rows: list[Row]
     refused: list[Refused]
     best: Row
-    why: str
 
 
-def plan(cluster: Cluster, shape: Shape, job: Job, search: Search | None = None) -> Plan:
+def plan(
+    cluster: Cluster,
+    shape: Shape,
+    job: Job,
+    search: Search | None = None,
+    progress: Progress | None = None,
+) -> Plan:
     """Simulates every candidate that fits. ValueError when none does, saying by how much."""
     search = search or Search()
-    rows: list[Row] = []
+    fitting: list[Candidate] = []
     refused: list[Refused] = []
     for candidate in candidates(cluster, shape, job, search):
-        layout = layout_of(cluster, shape, job, candidate)
-        needs = memory(shape, layout, job.tokens)
-        if lacks := missing(cluster, needs):
-            refused.append(Refused(candidate, lacks))
-            continue
-        rows.append(Row(candidate, _run(cluster, shape, job, candidate, layout, search), needs))
-    if not rows:
+        found = with_memory_options(cluster, shape, job, candidate, search)
+        if isinstance(found, Refused):
+            refused.append(found)
+        else:
+            fitting += found
+    if not fitting:
         raise ValueError(_nothing_fits(refused))
-    rows.sort(key=lambda row: -row.outcome.tokens_per_s)
-    best = _best(rows)
-    return Plan(rows, refused, best, _why(rows, best))
+    rows: list[Row] = []
+    for n, candidate in enumerate(fitting, 1):
+        layout = layout_of(cluster, shape, job, candidate, search)
+        spec, workload, seconds = _inputs(cluster, shape, job, candidate, layout)
+        outcome = simulate(spec, workload, seconds, search.seed, search.n_steps)
+        rows.append(Row(candidate, outcome, memory(shape, layout, job.tokens), layout.slots))
+        if progress is not None:
+            progress(n, len(fitting))
+    rows = ranked(rows)
+    return Plan(rows, refused, choose(rows))
+
+
+def write_timeline(
+    path: Path, cluster: Cluster, shape: Shape, job: Job, best: Row, search: Search
+) -> None:
+    """Of that run, simulated once more. OSError when it cannot be written."""
+    layout = layout_of(cluster, shape, job, best.candidate, search)
+    spec, workload, seconds = _inputs(cluster, shape, job, best.candidate, layout)
+    entries: list[Entry] = []
+    simulate(spec, workload, seconds, search.seed, search.n_steps, entries)
+    timeline.write(path, entries, spec.placement)
+
+
+# ---------------------------------------------------------------- candidates
 
 
 def candidates(cluster: Cluster, shape: Shape, job: Job, search: Search) -> list[Candidate]:
-    """In a fixed order. ValueError when the cluster can hold no replica at all."""
+    """In a fixed order, without memory options. ValueError when there is none."""
     longest = job.tokens.max_tokens
     quanta = search.quanta or tuple(sorted({max(1, longest // 16), max(1, longest // 4)}))
     shapes = search.group_shapes or ((job.groups_per_step, job.group_size),)
     replicas = search.cards_per_replica or _replicas(cluster, shape)
+    staleness = [s for s in search.staleness if s + 1 >= job.updates]
+    if not staleness:
+        raise ValueError(
+            f"train.updates_per_batch = {job.updates}: none of the searched staleness "
+            f"({', '.join(map(str, search.staleness))}) allows it; search {job.updates - 1} or more"
+        )
     placements: dict[Placement, None] = {}
     for n in replicas:
         placements.update((p, None) for p in _placements(cluster.cards, n, job, search))
     if not placements:
         raise ValueError(
-            f"cards_per_replica = {', '.join(map(str, replicas))}: none divides the "
-            f"{cluster.cards} cards"
+            f"search.cards_per_replica = {', '.join(map(str, replicas))}: none divides the "
+            f"{cluster.cards} cards; give one that does"
         )
     return [
-        Candidate(placement, staleness, quantum, p, g)
+        Candidate(placement, s, quantum, p, g)
         for placement in placements
-        for staleness in search.staleness
+        for s in staleness
         for quantum in quanta
         for p, g in shapes
     ]
 
 
-def layout_of(cluster: Cluster, shape: Shape, job: Job, candidate: Candidate) -> Layout:
+def with_memory_options(
+    cluster: Cluster, shape: Shape, job: Job, candidate: Candidate, search: Search
+) -> list[Candidate] | Refused:
+    """The candidate with the memory options that are worth simulating: without a swapped optimizer
+    if that fits, and with one if it does not or leaves too little room for the cache; each with the
+    smallest share of recomputation that fits."""
+    found: list[Candidate] = []
+    lacks: dict[Phase, float] = {}
+    for swap in sorted(search.swap_optimizer):
+        for share in sorted(search.recompute):
+            tried = candidate._replace(recomputed=share, swap_optimizer=swap)
+            layout = layout_of(cluster, shape, job, tried, search)
+            lacks = missing(cluster, memory(shape, layout, job.tokens))
+            if not lacks:
+                found.append(tried)
+                break
+        if found and layout.slots == _wanted_slots(candidate):
+            break
+    return found or Refused(tried, lacks)
+
+
+def layout_of(
+    cluster: Cluster, shape: Shape, job: Job, candidate: Candidate, search: Search
+) -> Layout:
     """With as many slots as the memory holds, but no more samples than can be live."""
     placement = candidate.placement
     layout = Layout(
@@ -266,29 +246,37 @@ def layout_of(cluster: Cluster, shape: Shape, job: Job, candidate: Candidate) ->
         train_cards=placement.both + placement.train_only,
         slots=1,
         shared=placement.both > 0,
-        same_layout=job.same_layout,
-        swap_optimizer=job.swap_optimizer,
+        same_layout=search.same_layout and placement.both > 0,
+        swap_optimizer=candidate.swap_optimizer,
         reference=job.reference and not placement.score_only,
+        recomputed=candidate.recomputed,
+        micro_batch_tokens=job.micro_batch_tokens,
     )
-    live = (candidate.staleness + 1) * candidate.groups_per_step * candidate.group_size
-    wanted = -(-live // n_replicas(placement))
     one = memory(shape, layout, job.tokens)[Phase.GENERATE]
     each = memory(shape, replace(layout, slots=2), job.tokens)[Phase.GENERATE] - one
     room = cluster.card.memory_bytes * cluster.card.usable_share - one
-    return replace(layout, slots=max(1, min(wanted, 1 + math.floor(room / each))))
+    return replace(layout, slots=max(1, min(_wanted_slots(candidate), 1 + math.floor(room / each))))
+
+
+def _wanted_slots(candidate: Candidate) -> int:
+    """Of a replica, for all samples that can be live."""
+    live = (candidate.staleness + 1) * candidate.groups_per_step * candidate.group_size
+    return -(-live // n_replicas(candidate.placement))
 
 
 def n_replicas(placement: Placement) -> int:
     return (placement.both + placement.generate_only) // placement.cards_per_replica
 
 
-def _run(
-    cluster: Cluster, shape: Shape, job: Job, candidate: Candidate, layout: Layout, search: Search
-) -> Outcome:
+def _inputs(
+    cluster: Cluster, shape: Shape, job: Job, candidate: Candidate, layout: Layout
+) -> tuple[SchedulerSpec, Work, Costs]:
+    """What a simulation of it takes."""
     placement = candidate.placement
     batch = candidate.groups_per_step * candidate.group_size
     running = min(layout.slots, -(-batch // n_replicas(placement)))
     seconds = costs(cluster, shape, layout, job.tokens, running)
+    seconds = replace(seconds, train_s=job.updates * seconds.train_s)
     if placement.score_only:
         slower = layout.train_cards / placement.score_only
         seconds = replace(seconds, score_token_s=seconds.score_token_s * slower)
@@ -299,11 +287,27 @@ def _run(
         max_staleness=candidate.staleness,
         max_running_samples=layout.slots,
         quantum_decode_steps=candidate.quantum,
+        max_drops_per_step=job.max_drops_per_step,
+        updates_per_batch=job.updates,
+        dynamic_sampling=job.dynamic_sampling,
         needs_reference=job.reference,
         placement=placement,
     )
-    workload = replace(job.workload, group_size=candidate.group_size)
-    return simulate(spec, workload, seconds, search.seed, search.n_steps)
+    return spec, work_of_size(job.workload, candidate.group_size), seconds
+
+
+def work_of_size(work: Workload | Synthetic | Recorded, group_size: int) -> Work:
+    """The same work in groups of that many samples. ValueError for recorded groups of another
+    size."""
+    if not isinstance(work, Recorded):
+        return replace(work, group_size=group_size)
+    has = len(work.groups[0].lengths)
+    if has != group_size:
+        raise ValueError(
+            f"group_size = {group_size}: the recorded groups have {has} samples; make them equal, "
+            "or give a workload"
+        )
+    return work
 
 
 def _replicas(cluster: Cluster, shape: Shape) -> tuple[int, ...]:
@@ -334,197 +338,17 @@ def _placements(n_cards: int, n: int, job: Job, search: Search) -> Iterable[Plac
             )
 
 
-# ---------------------------------------------------------------- words
-
-
-def _best(rows: Sequence[Row]) -> Row:
-    """`rows` are sorted. Of several that are as fast, the one with the least staleness."""
-    synchronous = next((row for row in rows if row.candidate.staleness == 0), None)
-    if synchronous is None:
-        return rows[0]
-    gain = rows[0].outcome.tokens_per_s / synchronous.outcome.tokens_per_s - 1
-    return synchronous if gain < WORTHWHILE else rows[0]
-
-
-def _why(rows: Sequence[Row], best: Row) -> str:
-    """What the best one does better than the best of another placement, and what staleness buys."""
-    name, speed = best.candidate.placement.name, best.outcome.tokens_per_s
-    words = [f"{_describe(best)}: {speed:,.0f} tokens/s."]
-    others = (row for row in rows if row.candidate.placement.name != name)
-    other = next(others, None)
-    if other is not None:
-        ahead = speed / other.outcome.tokens_per_s - 1
-        waits = sum(other.outcome.idle.values())
-        more = "ahead of" if ahead >= 0 else "behind"
-        words.append(
-            f"{abs(ahead):.0%} {more} the best {other.candidate.name}, whose cards wait "
-            f"{waits:.0%} of the time{_most(other.outcome.idle)}; here "
-            f"{sum(best.outcome.idle.values()):.0%}{_most(best.outcome.idle)}."
-        )
-    words.append(_asynchrony(rows))
-    return " ".join(word for word in words if word)
-
-
-def _asynchrony(rows: Sequence[Row]) -> str:
-    synchronous = next((row for row in rows if row.candidate.staleness == 0), None)
-    stale = next((row for row in rows if row.candidate.staleness > 0), None)
-    if synchronous is None or stale is None:
-        return ""
-    gain = stale.outcome.tokens_per_s / synchronous.outcome.tokens_per_s - 1
-    if gain < WORTHWHILE:
-        return (
-            f"Asynchrony does not help here: the best with S > 0 gains {gain:+.1%} over the best "
-            "with S = 0. Run with S = 0."
-        )
-    return (
-        f"Asynchrony gains {gain:.0%}: S = {stale.candidate.staleness} against S = 0, which waits "
-        f"{sum(synchronous.outcome.idle.values()):.0%}{_most(synchronous.outcome.idle)}; its "
-        f"trained tokens are {stale.outcome.mean_staleness:.2f} versions old on average."
-    )
-
-
-def _most(idle: Mapping[str, float]) -> str:
-    cause = max(idle, key=lambda name: idle[name], default="")
-    return f" (most for {cause})" if idle.get(cause, 0.0) >= 0.01 else ""
-
-
-def _describe(row: Row) -> str:
-    c = row.candidate
-    return (
-        f"{c.name}, S = {c.staleness}, {c.placement.cards_per_replica} cards a replica, quantum "
-        f"{c.quantum}"
-    )
-
-
 def _nothing_fits(refused: Sequence[Refused]) -> str:
     least = min(refused, key=lambda r: max(r.missing.values()))
     phase, lacks = max(least.missing.items(), key=lambda item: item[1])
     c = least.candidate
     return (
         f"nothing fits: {c.name} with {c.placement.cards_per_replica} cards a replica comes "
-        f"closest and lacks {lacks / 1e9:.1f} GB a card in {phase}; use more cards or "
-        "swap_optimizer"
+        f"closest and lacks {lacks / 1e9:.1f} GB a card in {phase}, {memory_options(c)}; use more "
+        "cards, or cards with more memory"
     )
 
 
-HEAD = (
-    f"{'placement':<24}{'replica':>8}{'S':>3}{'quantum':>8}{'prompts':>8}{'tokens/s':>10}"
-    f"{'s/step':>9}{'stale':>6}{'busy':>6}  peak GB: generate, train, score; idle by cause"
-)
-
-
-def table(found: Plan, most: int = 20) -> str:
-    """The `most` fastest rows, what was refused, why the best is the best. Simulated figures."""
-    lines = [HEAD, *(_line(row, row is found.best) for row in found.rows[:most])]
-    if len(found.rows) > most:
-        lines.append(f"... and {len(found.rows) - most} slower ones")
-    lacking: dict[tuple[str, int], Refused] = {}
-    for refused in found.refused:
-        lacking.setdefault(
-            (refused.candidate.name, refused.candidate.placement.cards_per_replica), refused
-        )
-    for (name, n), refused in lacking.items():
-        lacks = ", ".join(f"{gap / 1e9:.1f} GB in {p}" for p, gap in refused.missing.items())
-        lines.append(f"does not fit: {name}, {n} cards a replica: a card lacks {lacks}")
-    return "\n".join([*lines, f"simulated. {found.why}"])
-
-
-def _line(row: Row, best: bool) -> str:
-    c, o = row.candidate, row.outcome
-    peaks = ", ".join(f"{n_bytes / 1e9:.0f}" for n_bytes in row.memory.values())
-    idle = ", ".join(f"{cause} {share:.0%}" for cause, share in o.idle.items() if share >= 0.005)
-    return (
-        f"{'* ' if best else '  '}{c.name:<22}{c.placement.cards_per_replica:>8}{c.staleness:>3}"
-        f"{c.quantum:>8}{c.groups_per_step:>8}{o.tokens_per_s:>10,.0f}{o.seconds_per_step:>9.1f}"
-        f"{o.mean_staleness:>6.2f}{sum(o.busy.values()):>6.0%}  {peaks}; {idle or 'none'}"
-    )
-
-
-# ---------------------------------------------------------------- timeline
-
-
-@dataclass
-class History:
-    """Meets `runtime.loop.Recorder`: a simulated run's entries, in memory."""
-
-    entries: list[Entry] = field(default_factory=list)
-
-    def commit(
-        self, now_s: float, event: Event, commands: Sequence[Command], rows: Sequence[Any]
-    ) -> None:
-        self.entries.append((now_s, event, commands))
-
-
-def timeline(entries: Iterable[Entry], placement: Placement) -> dict[str, Any]:
-    """Chrome's trace format (JSON object form), which Perfetto opens: a track for each unit with
-    its commands, one for the work beside the cards (rewards, fetches), a mark for each version. For
-    a record, its events with the commands that each caused."""
-    units = placement.units()
-    unit_of = {card: i for i, unit in enumerate(units) for card in unit.cards}
-    events: list[dict[str, Any]] = [_track(i, _unit_name(unit.cards, unit)) for i, unit in
-                                    enumerate(units)]  # fmt: skip
-    host = len(units)
-    events.append(_track(host, "rewards and fetches"))
-    issued: dict[int, tuple[float, Command]] = {}
-    for now_s, event, commands in entries:
-        if isinstance(event, ev.Terminal) and event.command in issued:
-            start_s, command = issued.pop(event.command)
-            tracks = sorted({unit_of[card] for card in command.cards})
-            if tracks:
-                events += [_slice(track, command, event, start_s, now_s) for track in tracks]
-            else:
-                events += _beside(host, command, event, start_s, now_s)
-        if isinstance(event, ev.Published):
-            events.append({"name": f"version {event.version}", "ph": "i", "s": "g", "pid": 0,
-                           "tid": host, "ts": now_s * 1e6})  # fmt: skip
-        issued.update((command.seq, (now_s, command)) for command in commands)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _track(index: int, name: str) -> dict[str, Any]:
-    return {"name": "thread_name", "ph": "M", "pid": 0, "tid": index, "args": {"name": name}}
-
-
-def _unit_name(cards: Sequence[int], unit: Any) -> str:
-    jobs = [name for name in ("generates", "trains", "scores") if getattr(unit, name)]
-    which = f"card {cards[0]}" if len(cards) == 1 else f"cards {cards[0]}-{cards[-1]}"
-    return f"{which} ({', '.join(jobs)})"
-
-
-def _slice(
-    track: int, command: Command, event: Event, start_s: float, end_s: float
-) -> dict[str, Any]:
-    return {
-        "name": command.kind, "ph": "X", "pid": 0, "tid": track, "ts": start_s * 1e6,
-        "dur": (end_s - start_s) * 1e6, "args": _arguments(command, event),
-    }  # fmt: skip
-
-
-def _beside(
-    track: int, command: Command, event: Event, start_s: float, end_s: float
-) -> list[dict[str, Any]]:
-    """As an asynchronous pair: these overlap, which slices of one track must not."""
-    common = {"name": command.kind, "cat": "host", "id": command.seq, "pid": 0, "tid": track}
-    return [
-        {**common, "ph": "b", "ts": start_s * 1e6, "args": _arguments(command, event)},
-        {**common, "ph": "e", "ts": end_s * 1e6},
-    ]
-
-
-def _arguments(command: Command, event: Event) -> dict[str, Any]:
-    """What a reader wants to see of a command: its numbers, and how it ended."""
-    arguments: dict[str, Any] = {"seq": command.seq, "ended": event.kind}
-    match command, event:
-        case ev.Generate(), ev.Generated():
-            arguments |= {"version": command.version, "admitted": len(command.admit),
-                          "finished": len(event.finished), "tokens": event.n_tokens,
-                          "decode_steps": event.decode_steps}  # fmt: skip
-        case ev.Train() | ev.Score(), _:
-            arguments |= {"groups": len(command.group_ids)}
-        case ev.Reward() | ev.Discard(), _:
-            arguments |= {"group": command.group_id}
-        case ev.Switch(), _:
-            arguments |= {"to": str(command.after)}
-        case ev.Publish() | ev.Fetch() | ev.Receive(), _:
-            arguments |= {"version": command.version}
-    return arguments
+def memory_options(candidate: Candidate) -> str:
+    where = "on the host" if candidate.swap_optimizer else "on the card"
+    return f"optimizer {where}, {candidate.recomputed:.0%} recomputed"

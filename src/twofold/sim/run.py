@@ -34,7 +34,7 @@ class SimResult(NamedTuple):
     def line(self) -> str:
         n_steps, step_s, staleness, tokens_per_s = self.measured
         return (
-            f"{self.outcome}: {n_steps} steps, {step_s:.3g} s a step (median, without evaluation), "
+            f"{self.outcome}: {n_steps} steps, {step_s:.3g} s a step (mean, without evaluation), "
             f"{tokens_per_s:.4g} tokens/s, mean staleness {staleness:.3f}"
         )
 
@@ -82,6 +82,11 @@ def choose_work(
             raise ValueError(
                 f"rollout.group_size = {size}, the workload's is {synthetic.group_size}: "
                 "make them equal"
+            )
+        if (longest := synthetic.lengths.max_tokens) > config.rollout.max_new_tokens:
+            raise ValueError(
+                f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, the workload has "
+                f"completions of up to {longest} tokens (lengths.max_tokens): make them equal"
             )
         return synthetic
     if calibration is not None:

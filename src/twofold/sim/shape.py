@@ -134,7 +134,7 @@ def checked(table: Mapping[str, Any], known: Iterable[Field[Any]], where: str) -
     for name, (kind, field) in types.items():
         if name not in table:
             if field.default is MISSING and field.default_factory is MISSING:
-                raise ValueError(f"{where}.{name} is missing: it has no default")
+                raise ValueError(f"{where}.{name} is missing: give it, it has no default")
             continue
         values[name] = _typed(table[name], kind, f"{where}.{name}")
     return values

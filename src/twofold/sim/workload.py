@@ -269,6 +269,8 @@ def load(path: Path) -> Synthetic:
         return from_dict(tomllib.loads(path.read_text("utf-8")))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}; it is not a TOML file") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -277,7 +279,7 @@ def from_dict(values: Mapping[str, Any]) -> Synthetic:
     """What a file says, as it was parsed. ValueError for unknown, missing and wrong values."""
     values = dict(values)
     lengths = values.get("lengths")
-    if not isinstance(lengths, Mapping) or lengths.get("kind") not in _LENGTHS:
+    if not isinstance(lengths, Mapping) or lengths.get("kind") not in list(_LENGTHS):
         raise ValueError(f"lengths = {lengths!r}: give a table with kind = lognormal or pareto")
     parts = {k: v for k, v in lengths.items() if k != "kind"}
     values["lengths"] = _made(_LENGTHS[lengths["kind"]], parts, "lengths.")
@@ -288,7 +290,7 @@ def from_dict(values: Mapping[str, Any]) -> Synthetic:
         values["pass_rate"] = _numbers("pass_rate", rate)
     if "prompt_tokens" in values:
         both = _numbers("prompt_tokens", values["prompt_tokens"])
-        if len(both) != 2 or any(n != int(n) for n in both):
+        if len(both) != 2 or any(not math.isfinite(n) or n != int(n) for n in both):
             raise ValueError(f"prompt_tokens = {list(both)}: give [least, most], 1 or more")
         values["prompt_tokens"] = (int(both[0]), int(both[1]))
     made = _made(Synthetic, values, "")

@@ -39,7 +39,8 @@ def _text(path: str, encoding: str, newline: str | None = None) -> str:
         with open(path, encoding=encoding, newline=newline) as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"task.path: cannot read {path}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"task.path: cannot read {path}: {reason}") from None
 
 
 # ---------------------------------------------------------------- JSONL, CSV
