@@ -5,8 +5,8 @@
 Runs variations of `examples/quickstart.toml` for real, in turn, each as often as `--repeats` says
 with a seed of its own, on one thread: some to calibrate from, others to predict. All do the same
 kind of work and differ in how it is scheduled: the learning rate is next to nothing, and rewards
-differ within every group, so that each is trained. Small batches keep it at a minute a run. Runs that are
-there already (same --out) are not repeated. Then:
+differ within every group, so that each is trained. Small batches keep it at a minute a run. Runs
+that are there already (same --out) are not repeated. Then:
 
 1. `twofold calibrate` from the first kind, predictions of the others beside the medians and the
    spread of the real repeats: seconds a step, mean staleness.
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from twofold.config import Config, load_config
-from twofold.sim import calibrate
+from twofold.sim import calibrate, here, ranking
 from twofold.sim.observe import Measured, observe
 from twofold.threads import bind_threads, usable_cpus
 
@@ -188,7 +188,7 @@ def report(out: Path, repeats: Sequence[int], steps: int) -> None:
             )
         )
     print_lines(lines)
-    choice = print_choice(lines[: len(SAME_JOB)])
+    choice = print_choice(lines[: len(SAME_JOB)], choose(fitted, out, steps))
     print(json.dumps(summary(lines, choice, steps, len(repeats))))
 
 
@@ -212,9 +212,16 @@ def print_lines(lines: Sequence[Line]) -> None:
         )
 
 
-def print_choice(lines: Sequence[Line]) -> dict[str, Any]:
-    """The planner takes what is fastest in the simulation."""
-    chosen = min(lines, key=lambda line: line.simulated.step_s)
+def choose(fitted: calibrate.Calibration, out: Path, steps: int) -> Setting:
+    """What the planner takes among the twelve."""
+    configs = {setting: options(setting, 0, out, steps) for setting in SAME_JOB}
+    best = ranking.choose(here.plan_here(list(configs.values()), fitted))
+    return next(setting for setting, config in configs.items() if config is best.config)
+
+
+def print_choice(lines: Sequence[Line], choice: Setting) -> dict[str, Any]:
+    """Lost is what the planner's choice costs against the best real one."""
+    chosen = next(line for line in lines if line.setting == choice)
     best = min(lines, key=lambda line: line.real_s)
     spread = max(chosen.spread, best.spread)
     lost = chosen.real_s / best.real_s - 1

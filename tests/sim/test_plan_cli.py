@@ -41,7 +41,7 @@ def config(**changes: Any) -> Config:
 def calibration(costs: Costs = PER_STEP) -> Calibration:
     drawn = Workload(5, 4, 64, long_tail=0.2, reward_s=1e-3)
     groups = tuple(drawn.group(i) for i in range(16))
-    machine = {"model": Config().model.name, "dtype": "auto", "device": "cpu", "threads": "1"}
+    machine = {"model": Config().model.name, "dtype": "float32", "device": "cpu", "threads": "1"}
     return Calibration(costs, groups, machine, ("runs/a-1",))
 
 

@@ -129,12 +129,12 @@ def predict(calibration: Calibration, paths: Sequence[Path]) -> list[Prediction]
 
 def check_config(calibration: Calibration, config: Config) -> None:
     """ValueError when a run with these options would be of another model, number format or number
-    of threads than those the costs were fitted to."""
-    threads = str(config.run.threads) if config.run.threads else None  # 0: as many as there are
+    of threads than those the costs were fitted to. "auto" and 0 threads are what the machine makes
+    of them, as they were when it was calibrated."""
     asked = {
         "model": ("model.name", config.model.name),
-        "dtype": ("model.dtype", config.model.dtype),
-        "threads": ("run.threads", threads),
+        "dtype": ("model.dtype", config.model.dtype if config.model.dtype != "auto" else None),
+        "threads": ("run.threads", str(config.run.threads) if config.run.threads else None),
     }
     for name, (option, value) in asked.items():
         fitted = calibration.machine.get(name, value)
