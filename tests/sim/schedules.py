@@ -21,7 +21,9 @@ from twofold.sim.cost import Costs
 from twofold.sim.executor import Faults, SimExecutor
 from twofold.sim.workload import Workload
 
-MOST_EVENTS = 1000  # the longest of the first 10^4 seeds has 253
+MOST_EVENTS = 10_000
+"""The longest of the first 10^4 seeds has 253; 1,042 were seen in a first step whose groups are all
+dropped, in a run that crashes 40 times: each crash allows max_drops_per_step anew."""
 
 
 class Crash(Exception):
