@@ -74,8 +74,8 @@ def plan_cluster(
         f"model: {shape.name}, {shape.total_parameters / 1e9:.3g}e9 parameters, "
         f"{shape.active_parameters / 1e9:.3g}e9 a token",
         f"work: {_work_words(work)}; a step has {job.groups_per_step} groups of {job.group_size}",
-        f"{len(found.rows)} candidates that fit, {file.search.n_steps} steps each from the middle "
-        f"of a run; {len(found.refused)} that do not fit",
+        f"{len(found.rows)} candidates that fit, at least {file.search.n_steps} steps each from "
+        f"the middle of a run; {len(found.refused)} that do not fit",
         "",
         plan_words.table(found, most),
     ]

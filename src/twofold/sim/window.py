@@ -52,11 +52,14 @@ def simulate(
     n_steps: int = 3,
     entries: list[Entry] | None = None,
 ) -> Outcome:
-    """Measures `n_steps` steps in the middle of a run, after the empty start and before the end,
-    where nothing new starts; `spec.steps` is replaced. Recorded groups are stretched over it.
-    `entries` gets all that happened. ValueError with the run's outcome if it ends otherwise than
-    done."""
+    """Measures at least `n_steps` steps in the middle of a run, after the empty start and before
+    the end, where nothing new starts; `spec.steps` is replaced. Recorded groups are stretched over
+    it. `entries` gets all that happened. ValueError with the run's outcome if it ends otherwise
+    than done."""
     lead = spec.batches_ahead + 1  # steps until the stream is full, and until it has drained
+    # whole cycles: batches that started together are trained in a row, so short steps and long ones
+    # take turns
+    n_steps = -(-n_steps // lead) * lead
     spec = replace(spec, steps=n_steps + 2 * lead, evaluate=False, checkpoint_every=0)
     if isinstance(workload, Recorded):
         workload = replace(workload, n_total=spec.steps * spec.groups_per_step)
