@@ -4,11 +4,12 @@
 
 Same model (SmolLM2-135M-Instruct), prompts (one-digit addition), 8 prompts x 8 completions of at
 most 64 tokens, learning rate, no KL. The sides take turns; each turn is a new process, whose first
-step is left out (it compiles and allocates). TRL runs in float32 and bfloat16; its better one
-counts. Our turn is S = 0: every step generates, rewards and trains its own batch, as TRL does, and
-the early steps are compared, where both still have groups to train on. `--until R` goes on with one
-long run a side and tells the seconds (without start-up) until the mean reward of 5 steps reaches R.
-The last line is one JSON object; the share of the matmul limit is in `bench/train_step.py`.
+step is left out (it compiles and allocates). TRL runs in float32 and, if the CPU has instructions
+for it, bfloat16; its better one counts. Our turn is S = 0: every step generates, rewards and
+trains its own batch, as TRL does, and the early steps are compared, where both still have groups
+to train on. `--until R` goes on with one long run a side and tells the seconds (without start-up)
+until the mean reward of 5 steps reaches R. The last line is one JSON object; the share of the
+matmul limit is in `bench/train_step.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from machine import describe, dtypes
 from peers.environment import python_of
 
 from twofold.model.resolve import resolve
@@ -46,9 +47,10 @@ def main() -> None:
     a = parser.parse_args()
     folder, _ = resolve("smollm2-135m-instruct")
     trl = python_of("trl-1.13.0", TRL)
+    trl_dtypes = dtypes()
     times: dict[str, list[float]] = {}
     for turn in range(a.rounds):
-        for side, steps in turns(folder, trl, a.our_steps, a.trl_steps):
+        for side, steps in turns(folder, trl, trl_dtypes, a.our_steps, a.trl_steps):
             rows = list(steps)[1:]
             seconds = [row["seconds"] for row in rows]
             times.setdefault(side, []).extend(seconds)
@@ -82,11 +84,11 @@ def main() -> None:
 
 
 def turns(
-    folder: Path, trl: Path, our_steps: int, trl_steps: int
+    folder: Path, trl: Path, trl_dtypes: list[str], our_steps: int, trl_steps: int
 ) -> Iterator[tuple[str, Iterator[Step]]]:
     yield "ours", our_turn(folder, our_steps, staleness=0)
-    yield "trl bfloat16", trl_turn(trl, folder, "bfloat16", trl_steps)
-    yield "trl float32", trl_turn(trl, folder, "float32", trl_steps)
+    for dtype in trl_dtypes:
+        yield f"trl {dtype}", trl_turn(trl, folder, dtype, trl_steps)
 
 
 def our_turn(folder: Path, steps: int, staleness: int) -> Iterator[Step]:

@@ -4,14 +4,15 @@
 
 SmolLM2-135M (or --model), random prompts of 64 tokens, 128 new tokens each, temperature 1, nothing
 truncated, no end token: ours in bfloat16, generate of transformers in both dtypes and, with --vllm,
-vLLM's CPU build in bfloat16, from a virtual environment of its own (made when missing: 3.5 GB).
+vLLM's CPU build in bfloat16, from a virtual environment of its own (made when missing: 3.5 GB). On
+a CPU without bfloat16 instructions ours and transformers are in float32, vLLM in both.
 Each side is a process that keeps its model; they take turns, --rounds times, and the median
 counts, in new tokens per second, prefill included. With --tail twice --batch sequences share
 --batch places, most of them short: of 32, 26 get 32 new tokens, 3 get 64, 3 get 256.
 
 The limit is what the matrix products take at the rate that torch reaches on 2,048 rows, plus the
 weights, once per step, and the cached keys, read at the memory's rate. The last line is one JSON
-object; `ratio` is against vLLM when it ran, else against the better transformers.
+object; `ratio` is against the better vLLM when it ran, else against the better transformers.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Workload:
         return max(*self.new_tokens, -(-sum(self.new_tokens) // self.places))
 
 
-Side = Callable[[str, list[list[int]], Workload], dict[str, Callable[[], float]]]
-"""(folder, prompts, workload) -> what it can be asked for, in seconds."""
+Side = Callable[[str, str, list[list[int]], Workload], dict[str, Callable[[], float]]]
+"""(dtype, folder, prompts, workload) -> what it can be asked for, in seconds."""
 
 
 def workload(arguments: argparse.Namespace) -> Workload:
@@ -68,10 +69,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vllm", type=Path, help="folder of a virtual environment with vLLM")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:
-        work(SIDES[arguments.side], arguments.folder, workload(arguments))
+        work(SIDES[arguments.side], arguments.dtype, arguments.folder, workload(arguments))
     else:
         compare(arguments)
 
@@ -80,17 +82,22 @@ def compare(arguments: argparse.Namespace) -> None:
     from twofold.threads import bind_threads
 
     print(bind_threads(0))  # for the child processes too
+    from machine import dtypes
+
     from twofold.model import resolve
 
     folder, chosen = resolve.resolve(arguments.model)
     print(chosen)
-    names = [name for name in SIDES if name != "vllm" or arguments.vllm]
+    there = dtypes()
+    names = [f"ours {there[0]}", *(f"transformers {dtype}" for dtype in there)]
+    if arguments.vllm:  # its bfloat16 is what it is known for
+        names += [f"vllm {dtype}" for dtype in dict.fromkeys(["bfloat16", there[0]])]
     sides: dict[str, subprocess.Popen[str]] = {}
     for name in names:  # one after the other, so that none loads while another works
         sides[name] = start(name, folder, arguments)
         ask(sides[name], "run")  # not counted: warms up
     tokens = sum(workload(arguments).new_tokens)
-    limit = tokens / ask(sides["ours"], "limit")
+    limit = tokens / ask(sides[names[0]], "limit")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(arguments.rounds):
         for name in names:
@@ -105,17 +112,18 @@ def compare(arguments: argparse.Namespace) -> None:
 def report(speed: dict[str, float], limit: float, arguments: argparse.Namespace) -> None:
     from machine import describe
 
+    mine = next(iter(speed.values()))
     for name, tokens_s in speed.items():
-        print(f"{name:22} {tokens_s:7.0f} tokens/s   ours is {speed['ours'] / tokens_s:5.2f}x")
-    print(f"{'limit':22} {limit:7.0f} tokens/s   ours is {speed['ours'] / limit:.0%} of it")
-    generate = max(value for name, value in speed.items() if name.startswith("transformers"))
-    theirs = speed.get("vllm", generate)
+        print(f"{name:22} {tokens_s:7.0f} tokens/s   ours is {mine / tokens_s:5.2f}x")
+    print(f"{'limit':22} {limit:7.0f} tokens/s   ours is {mine / limit:.0%} of it")
+    peer = "vllm" if arguments.vllm else "transformers"
+    theirs = max(value for name, value in speed.items() if name.startswith(peer))
     result = {
         "name": f"rollout_batch_{arguments.batch}{'_tail' * arguments.tail}",
-        "ours": round(speed["ours"], 1),
+        "ours": round(mine, 1),
         "theirs": round(theirs, 1),
-        "ratio": round(speed["ours"] / theirs, 3),
-        "limit": round(speed["ours"] / limit, 3),
+        "ratio": round(mine / theirs, 3),
+        "limit": round(mine / limit, 3),
         "machine": describe(),
         "all": {name: round(value, 1) for name, value in speed.items()},
     }
@@ -127,7 +135,8 @@ def report(speed: dict[str, float], limit: float, arguments: argparse.Namespace)
 
 def start(name: str, folder: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     python, environment = sys.executable, dict(os.environ)
-    if name == "vllm":
+    side, _, dtype = name.partition(" ")
+    if side == "vllm":
         python = str(vllm_python(arguments.vllm))
         library = next(arguments.vllm.glob("lib/**/libiomp5.so"))
         cpus = os.environ["OMP_NUM_THREADS"]
@@ -135,7 +144,7 @@ def start(name: str, folder: Path, arguments: argparse.Namespace) -> subprocess.
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{int(cpus) - 1}", "HF_HUB_OFFLINE": "1"}
         for variable in ("OMP_PROC_BIND", "OMP_PLACES", "OMP_NUM_THREADS"):
             environment.pop(variable, None)  # it binds by itself
-    command = [python, __file__, "--side", name, "--folder", str(folder)]
+    command = [python, __file__, "--side", side, "--dtype", dtype, "--folder", str(folder)]
     command += ["--batch", str(arguments.batch)] + ["--tail"] * arguments.tail
     return subprocess.Popen(
         command,
@@ -174,11 +183,11 @@ def ask(side: subprocess.Popen[str], what: str) -> float:
     sys.exit(f"{side.args} ended")
 
 
-def work(make: Side, folder: str, load: Workload) -> None:
+def work(make: Side, dtype: str, folder: str, load: Workload) -> None:
     vocab = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
     rng = random.Random(0)
     prompts = [[rng.randrange(vocab) for _ in range(PROMPT_TOKENS)] for _ in load.new_tokens]
-    answers = make(folder, prompts, load)
+    answers = make(dtype, folder, prompts, load)
     for line in sys.stdin:
         print("seconds", answers[line.strip()](), flush=True)
 
@@ -192,7 +201,9 @@ def timed(call: Callable[[], Any]) -> float:
 # ------------------------------------------------------------------ the sides
 
 
-def ours(folder: str, prompts: list[list[int]], load: Workload) -> dict[str, Callable[[], float]]:
+def ours(
+    dtype: str, folder: str, prompts: list[list[int]], load: Workload
+) -> dict[str, Callable[[], float]]:
     from twofold.threads import bind_threads
 
     bind_threads(0)
@@ -215,7 +226,7 @@ def ours(folder: str, prompts: list[list[int]], load: Workload) -> dict[str, Cal
                     self._lanes.leave(lane)
                     quantum.finished.append(member)
 
-    model = weights.load_model(Path(folder), torch.bfloat16).requires_grad_(False)
+    model = weights.load_model(Path(folder), getattr(torch, dtype)).requires_grad_(False)
     generator = WithLengths(
         model,
         Sampling(max_new_tokens=max(load.new_tokens)),
@@ -264,38 +275,37 @@ def limit_s(model: Any, load: Workload) -> float:
     return (n_prompts + n_new) * row_s + n_new * head_s + n_bytes * byte_s
 
 
-def transformers(dtype: str) -> Side:
-    def make(
-        folder: str, prompts: list[list[int]], load: Workload
-    ) -> dict[str, Callable[[], float]]:
-        from twofold.threads import bind_threads
+def transformers(
+    dtype: str, folder: str, prompts: list[list[int]], load: Workload
+) -> dict[str, Callable[[], float]]:
+    from twofold.threads import bind_threads
 
-        bind_threads(0)
-        import torch
-        from transformers import AutoModelForCausalLM
+    bind_threads(0)
+    import torch
+    from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-        options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
-        def run() -> None:
-            for start in range(0, len(prompts), load.places):  # a batch ends with its longest
-                batch = slice(start, start + load.places)
-                ids, longest = torch.tensor(prompts[batch]), max(load.new_tokens[batch])
-                lengths = {"min_new_tokens": longest, "max_new_tokens": longest}
-                mask = torch.ones_like(ids)
-                out = model.generate(ids, attention_mask=mask, pad_token_id=0, **options, **lengths)
-                assert out.shape[1] == PROMPT_TOKENS + longest
+    def run() -> None:
+        for start in range(0, len(prompts), load.places):  # a batch ends with its longest
+            batch = slice(start, start + load.places)
+            ids, longest = torch.tensor(prompts[batch]), max(load.new_tokens[batch])
+            lengths = {"min_new_tokens": longest, "max_new_tokens": longest}
+            mask = torch.ones_like(ids)
+            out = model.generate(ids, attention_mask=mask, pad_token_id=0, **options, **lengths)
+            assert out.shape[1] == PROMPT_TOKENS + longest
 
-        return {"run": lambda: timed(run)}
-
-    return make
+    return {"run": lambda: timed(run)}
 
 
-def vllm(folder: str, prompts: list[list[int]], load: Workload) -> dict[str, Callable[[], float]]:
+def vllm(
+    dtype: str, folder: str, prompts: list[list[int]], load: Workload
+) -> dict[str, Callable[[], float]]:
     from vllm import LLM, SamplingParams
 
     context = PROMPT_TOKENS + max(load.new_tokens)
-    model = LLM(folder, dtype="bfloat16", max_model_len=context, max_num_seqs=load.places)
+    model = LLM(folder, dtype=dtype, max_model_len=context, max_num_seqs=load.places)
     sampling = [
         SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False)
         for n in load.new_tokens
@@ -310,12 +320,7 @@ def vllm(folder: str, prompts: list[list[int]], load: Workload) -> dict[str, Cal
     return {"run": lambda: timed(run)}
 
 
-SIDES: dict[str, Side] = {
-    "ours": ours,
-    "transformers bfloat16": transformers("bfloat16"),
-    "transformers float32": transformers("float32"),
-    "vllm": vllm,
-}
+SIDES: dict[str, Side] = {"ours": ours, "transformers": transformers, "vllm": vllm}
 
 if __name__ == "__main__":
     main()

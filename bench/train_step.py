@@ -3,12 +3,13 @@
 
     python bench/train_step.py [--rounds 5] [--tokens 2048]
 
-SmolLM2-135M-Instruct in bfloat16, one pack of 2,048 tokens as 8 sequences of 256 (one token of
-prompt, the rest completion, so both sides compute the same log-probs), loss and backward of all
-weights, no optimizer. Theirs is the plain transformers model in bfloat16 with the usual
-log-softmax over its logits, eager and compiled; the better one counts. The sides take turns in one
-process. The limit is the time of each linear layer's and the head's flops, forward and backward, at
-the GEMM rate measured for its shape and dtype in the same run. The last line is one JSON object.
+SmolLM2-135M-Instruct in bfloat16 (float32 on a CPU without instructions for it), one pack of 2,048
+tokens as 8 sequences of 256 (one token of prompt, the rest completion, so both sides compute the
+same log-probs), loss and backward of all weights, no optimizer. Theirs is the plain transformers
+model in the same dtype with the usual log-softmax over its logits, eager and compiled; the better
+one counts. The sides take turns in one process. The limit is the time of each linear layer's and
+the head's flops, forward and backward, at the GEMM rate measured for its shape and dtype in the
+same run. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ print(bind_threads(0))
 
 import torch
 import torch.nn.functional as F
-from machine import describe
+from machine import describe, dtypes
 from transformers import AutoModelForCausalLM
 
 from twofold.model.resolve import resolve
@@ -51,9 +52,10 @@ def main() -> None:
     print(chosen)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 49_000, (a.tokens // SEQUENCE, SEQUENCE), generator=generator)
-    model = load_model(folder, torch.bfloat16)
+    dtype = getattr(torch, dtypes()[0])
+    model = load_model(folder, dtype)
     sides = {"ours": our_side(model, ids)}
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
     sides["transformers eager"] = their_side(theirs, ids)
     if not a.no_compile:
         sides["transformers compiled"] = their_side(torch.compile(theirs), ids)
@@ -128,17 +130,17 @@ def limit(model: Transformer, n_rows: int) -> float:
     ] + [tuple(model.head_weight.shape)]
     rates: dict[tuple[int, ...], float] = {}
     for shape in set(shapes):
-        rates[shape] = gemm_seconds(n_rows, *shape)
+        rates[shape] = gemm_seconds(n_rows, *shape, model.dtype)
     for shape, seconds in sorted(rates.items()):
         flops = 3 * 2 * n_rows * shape[0] * shape[1]
         print(f"gemm {n_rows} x {shape[1]} -> {shape[0]}: {flops / seconds / 1e9:.0f} GFLOP/s")
     return sum(rates[shape] for shape in shapes)
 
 
-def gemm_seconds(n_rows: int, n_out: int, n_in: int) -> float:
+def gemm_seconds(n_rows: int, n_out: int, n_in: int, dtype: torch.dtype) -> float:
     """Forward and both backward products of one linear layer: the best of several runs."""
-    x, w = torch.randn(n_rows, n_in).bfloat16(), torch.randn(n_out, n_in).bfloat16()
-    g = torch.randn(n_rows, n_out).bfloat16()
+    x, w = torch.randn(n_rows, n_in).to(dtype), torch.randn(n_out, n_in).to(dtype)
+    g = torch.randn(n_rows, n_out).to(dtype)
     best = float("inf")
     for _ in range(5):
         start_s = time.perf_counter()
