@@ -156,7 +156,8 @@ class Line(NamedTuple):
 
     @property
     def real_staleness(self) -> float:
-        return statistics.median(self.staleness)
+        """Their mean, as the simulated one is the mean over many orders."""
+        return statistics.fmean(self.staleness)
 
     @property
     def error(self) -> float:
@@ -221,7 +222,8 @@ def simulated(fitted: calibrate.Calibration, config: Config) -> Measured:
 
 
 def print_lines(lines: Sequence[Line]) -> None:
-    """The first figures of a line are real, medians of the repeats; `spread`: half their range."""
+    """The first figures of a line are real, of the repeats: the median of the seconds, `spread`
+    half their range, the mean of the staleness."""
     print(HEAD)
     for line in lines:
         s = line.setting
