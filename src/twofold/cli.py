@@ -73,8 +73,9 @@ _HELP_COLUMN = 34
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        words, overrides = _split(list(sys.argv[1:] if argv is None else argv))
+        words, overrides = _split(list(given))
         parser = _parser()
         arguments, unknown = parser.parse_known_args(words)
         takes_options = arguments.run in (_train, _eval, _sim, _plan)
@@ -102,7 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"twofold: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; a run goes on with: twofold resume RUN", file=sys.stderr)
+        of_a_run = given[:1] in (["train"], ["resume"])
+        hint = "; a run goes on with: twofold resume RUN" if of_a_run else ""
+        print(f"interrupted{hint}", file=sys.stderr)
         return 130
 
 
@@ -253,12 +256,13 @@ def _sim(arguments: argparse.Namespace) -> int:
     print(f"simulated, costs: {arguments.calibration or 'invented (give --calibration FILE)'}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(arguments.out or temporary)
-        result = run(options, fitted.costs if fitted else Costs(), work, folder)
+        costs = fitted.costs if fitted else Costs()
+        result = run(options, costs, work, folder, _Counted("steps"))
         with Record.open(folder, read_only=True) as record:
             print(f"{result.line()}\n\n{report(record)}")
     if arguments.out:
         print(f"\nwritten: {arguments.out} (a record like that of a real run, without tokens)")
-    return 0
+    return 0 if result.outcome == "done" else 1
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -304,15 +308,16 @@ def _shape_of_model(options: config.Config) -> Shape:
 
 
 class _Counted:
-    """Says on standard error how many candidates are done, every two seconds."""
+    """Says on standard error how many of something are done, every two seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "candidates") -> None:
+        self._what = what
         self._said_s = time.monotonic()
 
     def __call__(self, n_done: int, n_all: int) -> None:
         if time.monotonic() >= self._said_s + 2.0:
             self._said_s = time.monotonic()
-            print(f"simulated {n_done} of {n_all} candidates", file=sys.stderr, flush=True)
+            print(f"simulated {n_done} of {n_all} {self._what}", file=sys.stderr, flush=True)
 
 
 def _check(arguments: argparse.Namespace) -> int:

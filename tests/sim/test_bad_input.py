@@ -343,3 +343,72 @@ def test_a_simulated_run_calibrates_nothing(
     with sqlite3.connect(files / "simulated" / "record.sqlite") as db:
         db.execute("UPDATE versions SET checksum = 'abc'")  # as if it had weights
     assert "simulated is a simulated run" in refused(capsys, "calibrate", "simulated")
+
+
+# ---------------------------------------------------------------- what a simulation is written to
+
+
+@pytest.mark.parametrize(
+    ("command", "out", "message"),
+    [
+        ("sim", "run.toml/x", "--out run.toml/x cannot be written (Not a directory): name a new"),
+        ("sim", "run.toml", "--out run.toml cannot be written (File exists): name a new folder"),
+        ("sim", "/proc/x", "--out /proc/x cannot be written (No such file or directory): name"),
+    ],
+)
+def test_a_target_that_cannot_be_written(
+    command: str,
+    out: str,
+    message: str,
+    files: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert message in refused(capsys, command, "run.toml", "--out", out)
+
+
+@pytest.mark.parametrize("added", ["bad_group = 1.0", "n_groups = 0"])
+def test_a_simulation_without_a_step_leaves_nothing(
+    added: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("w.toml").write_text(changed(WORKLOAD, "reward_s", f"{added}\nreward_s"))
+    for _ in range(2):  # the second time as the first
+        error = refused(capsys, "sim", "run.toml", "--workload", "w.toml", "--out", "simulated")
+        assert "ended before its first step (" in error and "change the workload" in error
+        assert not Path("simulated").exists()
+
+
+def test_a_simulation_whose_workload_ends(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("w.toml").write_text(changed(WORKLOAD, "reward_s", "n_groups = 7\nreward_s"))
+    assert cli.main(["sim", "run.toml", "--workload", "w.toml"]) == 0  # 2 steps of 3 groups
+    assert "done: 2 steps" in capsys.readouterr().out
+
+
+def test_a_simulation_that_ends_early_has_failed(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("w.toml").write_text(changed(WORKLOAD, "reward_s", "bad_group = 0.2\nreward_s"))
+    words = ["sim", "run.toml", "--workload", "w.toml", "--train.steps", "20"]
+    assert cli.main([*words, "--sched.max_drops_per_step", "2"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"failed: 3 groups dropped in step \d+, .*: \d+ steps", out)
+
+
+def test_an_interrupted_simulation_leaves_nothing(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: object, n_done: int, n_all: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli._Counted, "__call__", interrupt)
+    assert cli.main(["sim", "run.toml", "--out", "simulated"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not Path("simulated").exists()
+
+
+def test_a_long_simulation_says_how_far_it_is(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter(range(0, 10_000, 3))
+    monkeypatch.setattr(cli.time, "monotonic", lambda: next(seconds))
+    assert cli.main(["sim", "run.toml"]) == 0
+    assert capsys.readouterr().err == "".join(f"simulated {n} of 3 steps\n" for n in (1, 2, 3))

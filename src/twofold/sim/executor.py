@@ -167,7 +167,9 @@ class SimExecutor:
             case ev.Discard():
                 gone = ev.Discarded(command=seq, group_id=command.group_id)
                 effect = lambda: self._discard(command.group_id)  # noqa: E731
-                return costs.discard_s, gone, effect, lambda: rows.dropped(command)
+                # a group beyond the end of the data never was
+                made = self.groups.get(command.group_id) and (lambda: rows.dropped(command))
+                return costs.discard_s, gone, effect, made or _no_rows
             case ev.Score():
                 tokens = sum(_tokens(self.groups[gid]) for gid in command.group_ids)
                 return costs.score(tokens), ev.Scored(command=seq), _nothing, _no_rows

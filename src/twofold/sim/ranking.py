@@ -14,7 +14,7 @@ from twofold.sim.window import Outcome
 WORTHWHILE = 0.02  # a gain below this is no reason to train on staler tokens
 
 Progress = Callable[[int, int], None]
-"""Is told how many candidates are done, of how many."""
+"""Is told how many candidates (of a simulated run: steps) are done, of how many."""
 
 
 class Ranked(Protocol):

@@ -7,7 +7,9 @@ Does not own: costs and work (`calibrate`, `workload`), the loop (`runtime.loop`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from twofold.sim.calibrate import Calibration
 from twofold.sim.cost import Costs
 from twofold.sim.executor import SimExecutor
 from twofold.sim.observe import Measured, measure
+from twofold.sim.ranking import Progress
 from twofold.sim.rows import CHECKSUM
 from twofold.sim.workload import Synthetic, Work, Workload
 
@@ -39,11 +42,13 @@ class SimResult(NamedTuple):
         )
 
 
-def run(config: Config, costs: Costs, work: Work, folder: Path) -> SimResult:
+def run(
+    config: Config, costs: Costs, work: Work, folder: Path, progress: Progress | None = None
+) -> SimResult:
     """Simulates a run with these options into `folder`, which gets the record of a real one without
-    prompts and tokens. ValueError when it holds a run already, or no step was finished."""
-    if (folder / "record.sqlite").exists():
-        raise ValueError(f"{folder} already holds a run: name another folder")
+    prompts and tokens. `progress` is told of every step. ValueError when the folder holds a run
+    already or cannot be written, or no step was finished; then, or interrupted, it leaves none."""
+    _check_folder(folder)
     spec = scheduler_spec(config)
     executor = SimExecutor(work, spec, costs=costs, seed=config.run.seed, with_rows=True)
     meta = {
@@ -52,23 +57,62 @@ def run(config: Config, costs: Costs, work: Work, folder: Path) -> SimResult:
         "data": "",
         "fingerprint": {"twofold": __version__, "device": "simulated"},
     }
-    with Record.create(folder, meta) as record:
-        outcome = drive(Scheduler(spec), executor, _FromVersion0(record), ev.RunStarted())
-        history = [(time_s, event) for _, time_s, event in record.events()]
+    record = Record.create(folder, meta)
+    try:
+        with record:
+            recorder = _Recorder(record, progress, spec.steps)
+            outcome = drive(Scheduler(spec), executor, recorder, ev.RunStarted())
+            history = [(time_s, event) for _, time_s, event in record.events()]
+        if not executor.staleness:
+            raise ValueError(
+                f"the simulated run ended before its first step ({outcome}): change the workload "
+                "or the options, so that there is a batch to train"
+            )
+    except BaseException:
+        _remove(folder)
+        raise
     return SimResult(outcome, measure(history, executor.staleness, f"the run ({outcome})"))
 
 
-class _FromVersion0:
+def _check_folder(folder: Path) -> None:
+    """ValueError, one line, when no new run can be written there."""
+    try:
+        if (folder / "record.sqlite").exists():
+            raise ValueError(f"{folder} already holds a run: name another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(folder, os.W_OK) else "Permission denied"
+    except OSError as error:
+        why = str(error.strerror)
+    if why:
+        raise ValueError(
+            f"--out {folder} cannot be written ({why}): name a new folder, below one that you may "
+            "write to"
+        )
+
+
+def _remove(folder: Path) -> None:
+    """The record of a simulation that came to nothing, and the folder if nothing else is in it."""
+    for name in ("record.sqlite", "record.sqlite-wal", "record.sqlite-shm", "lock"):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+class _Recorder:
     """The record, to whose first event belongs that the model which the run begins with exists."""
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
+    def __init__(self, record: Record, progress: Progress | None, n_steps: int) -> None:
+        self._record, self._progress, self._n_steps = record, progress, n_steps
+        self._n_made = 0
 
     def commit(
         self, now_s: float, event: Event, commands: Sequence[Command], rows: Sequence[Any]
     ) -> None:
         first = [VersionRow(0, CHECKSUM)] if isinstance(event, ev.RunStarted) else []
         self._record.commit(now_s, event, commands, [*first, *rows])
+        if isinstance(event, ev.Published) and self._progress is not None:
+            self._n_made += 1
+            self._progress(self._n_made, self._n_steps)
 
 
 def choose_work(
